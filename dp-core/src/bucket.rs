@@ -1,0 +1,201 @@
+//! The layout of gradient buckets: which parameter lies where.
+//!
+//! Trained parameters, in *reverse creation order* (about the order in which their gradients appear), fill flat buckets
+//! up to a cap. Each bucket is padded to a multiple of the world size `N`, and slice `r` of every bucket,
+//! `[r * padded_len / N, (r+1) * padded_len / N)`, belongs to rank `r` where state is sharded; parameter boundaries do
+//! not matter. This is Megatron-LM's distributed-optimizer layout; caps are those of PyTorch's
+//! `DistributedDataParallel` (`bucket_cap_mb` 25, first bucket 1 MiB).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::store::{Param, ParamKind};
+
+/// Size limits of gradient buckets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BucketCaps {
+    first: usize,
+    rest: usize,
+}
+
+impl Default for BucketCaps {
+    /// 1 MiB for the first bucket, so that communication starts early; 25 MiB for the others.
+    fn default() -> Self {
+        Self {
+            first: 1 << 20,
+            rest: 25 << 20,
+        }
+    }
+}
+
+impl BucketCaps {
+    /// All buckets up to `bytes`; the first one at most 1 MiB.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for 0.
+    pub fn new(bytes: usize) -> Result<Self> {
+        Self::with_first(bytes.min(Self::default().first), bytes)
+    }
+
+    /// The first bucket (the one whose gradients appear first) up to `first` bytes, the others up to `rest`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if either is 0.
+    pub fn with_first(first: usize, rest: usize) -> Result<Self> {
+        if first == 0 {
+            return Err(Error::invalid("first_bucket_cap", "a bucket holds at least one byte, got 0"));
+        }
+        if rest == 0 {
+            return Err(Error::invalid("bucket_cap", "a bucket holds at least one byte, got 0"));
+        }
+        Ok(Self { first, rest })
+    }
+}
+
+/// Where one parameter lies in its bucket.
+#[derive(Debug, Clone)]
+pub struct BucketSlot {
+    /// Position in [`ParamStore::params`](crate::ParamStore::params).
+    pub param_idx: usize,
+    /// Elements of the bucket that are this parameter, in row-major order.
+    pub range: Range<usize>,
+}
+
+/// One bucket.
+#[derive(Debug, Clone)]
+pub struct Bucket {
+    /// The parameters, in bucket order.
+    pub slots: Vec<BucketSlot>,
+    /// Elements with the padding: a multiple of the world size.
+    pub padded_len: usize,
+    /// `bucket 0: w, b`: goes with the bucket's collectives.
+    pub label: Arc<str>,
+}
+
+impl Bucket {
+    /// Elements without the padding.
+    pub fn len(&self) -> usize {
+        self.slots.last().map_or(0, |s| s.range.end)
+    }
+
+    /// True if all its parameters are empty.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The elements that `rank` owns where state is sharded.
+    pub fn slice(&self, rank: usize, world_size: usize) -> Range<usize> {
+        let shard_len = self.padded_len / world_size;
+        rank * shard_len..(rank + 1) * shard_len
+    }
+
+    /// The parts of parameters inside `owned`, a range of this bucket.
+    pub fn segments(&self, owned: Range<usize>) -> impl Iterator<Item = Segment> + '_ {
+        self.slots.iter().filter_map(move |slot| {
+            let start = slot.range.start.max(owned.start);
+            let end = slot.range.end.min(owned.end);
+            (start < end).then(|| Segment {
+                param_idx: slot.param_idx,
+                in_param: start - slot.range.start..end - slot.range.start,
+                in_bucket: start..end,
+                in_owned: start - owned.start..end - owned.start,
+            })
+        })
+    }
+}
+
+/// A part of one parameter, seen from three sides. All ranges have the same length.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Segment {
+    /// Position in [`ParamStore::params`](crate::ParamStore::params).
+    pub param_idx: usize,
+    /// Elements of the parameter.
+    pub in_param: Range<usize>,
+    /// Elements of the bucket.
+    pub in_bucket: Range<usize>,
+    /// Elements of the owned range, which optimizer state and sharded gradients are indexed by.
+    pub in_owned: Range<usize>,
+}
+
+/// All buckets of a model.
+#[derive(Debug, Clone)]
+pub struct BucketLayout {
+    buckets: Vec<Bucket>,
+    world_size: usize,
+    /// Bucket and slot of each parameter; `None` for what is not trained.
+    places: Vec<Option<(usize, usize)>>,
+}
+
+impl BucketLayout {
+    /// Lays out the trained ones of `params`, f32, for `world_size` ranks. `order` lists all positions in `params` in
+    /// creation order, and is the same on all ranks. A parameter larger than the cap gets a bucket of its own.
+    pub fn new(params: &[Param], order: &[usize], caps: BucketCaps, world_size: usize) -> Self {
+        let mut layout = Self {
+            buckets: Vec::new(),
+            world_size,
+            places: vec![None; params.len()],
+        };
+        let mut slots: Vec<BucketSlot> = Vec::new();
+        for &param_idx in order.iter().rev() {
+            let param = &params[param_idx];
+            if param.kind() != ParamKind::Trained {
+                continue;
+            }
+            let cap = if layout.buckets.is_empty() { caps.first } else { caps.rest };
+            let mut start = slots.last().map_or(0, |s| s.range.end);
+            let bytes = (start + param.num_elements()) * size_of::<f32>();
+            if bytes > cap && !slots.is_empty() {
+                layout.close(std::mem::take(&mut slots), params);
+                start = 0;
+            }
+            slots.push(BucketSlot {
+                param_idx,
+                range: start..start + param.num_elements(),
+            });
+        }
+        if !slots.is_empty() {
+            layout.close(slots, params);
+        }
+        layout
+    }
+
+    fn close(&mut self, slots: Vec<BucketSlot>, params: &[Param]) {
+        let index = self.buckets.len();
+        for (i, slot) in slots.iter().enumerate() {
+            self.places[slot.param_idx] = Some((index, i));
+        }
+        let names: Vec<&str> = slots.iter().map(|s| params[s.param_idx].name()).collect();
+        let len = slots.last().map_or(0, |s| s.range.end);
+        self.buckets.push(Bucket {
+            padded_len: len.next_multiple_of(self.world_size),
+            label: format!("bucket {index}: {}", names.join(", ")).into(),
+            slots,
+        });
+    }
+
+    /// The buckets, in the order in which they are reduced.
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// Number of ranks the padding is for.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Bucket and slot of a parameter; `None` if it is not trained.
+    pub fn place(&self, param_idx: usize) -> Option<(usize, usize)> {
+        self.places.get(param_idx).copied().flatten()
+    }
+
+    /// Elements of all buckets with padding.
+    pub fn padded_len(&self) -> usize {
+        self.buckets.iter().map(|b| b.padded_len).sum()
+    }
+
+    /// Elements of the largest bucket with padding.
+    pub fn max_padded_len(&self) -> usize {
+        self.buckets.iter().map(|b| b.padded_len).max().unwrap_or(0)
+    }
+}

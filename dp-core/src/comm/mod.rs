@@ -1,0 +1,300 @@
+//! Collectives: one object-safe trait, two backends for ranks that are threads.
+//!
+//! A collective takes a [`Buffer`] by value, works in place, and hands the same buffer back from [`Pending::wait`].
+//! With `N` ranks and `x_r` the buffer of rank `r`:
+//!
+//! | call | every rank passes | afterwards on rank `r` |
+//! |---|---|---|
+//! | `all_reduce(op)` | `len` elements | `op(x_0, ..., x_{N-1})` |
+//! | `reduce_scatter(op)` | `len` elements, `len % N == 0` | slice `r` holds its part of the reduction; the rest is unspecified |
+//! | `all_gather` | `len` elements, `len % N == 0`, own slice `r` filled | slice `s` holds rank `s`'s slice |
+//! | `broadcast(root)` | `len` elements | the root's elements |
+//!
+//! Slice `r` is `[r * len/N, (r+1) * len/N)`. The names and the in-place form are NCCL's.
+//!
+//! **The order is fixed**: reductions add rank 0, 1, ..., N-1 in this order, 16-bit floats accumulate in f32 and are
+//! rounded once at the end. So results are the same bits on all ranks and in all runs, whoever arrives first.
+//!
+//! **Mismatches are errors**: each call carries its position in the sequence, and ranks that differ in operation,
+//! dtype, length, root or label all get [`Error::Mismatch`].
+
+mod naive;
+mod rendezvous;
+mod shared;
+mod traffic;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::DType;
+
+use crate::buffer::Buffer;
+use crate::error::{Error, Result};
+
+pub(crate) use naive::naive_group;
+pub(crate) use rendezvous::GroupControl;
+pub(crate) use shared::shared_group;
+pub use traffic::{CollectiveTraffic, Traffic};
+
+/// How a reduction combines the ranks' values.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum ReduceOp {
+    /// `x_0 + ... + x_{N-1}`
+    Sum,
+    /// `(x_0 + ... + x_{N-1}) / N`. Floats only.
+    Mean,
+    /// `(x_0 + ... + x_{N-1}) / divisor`, divided in the accumulator before the one rounding. Floats only.
+    Scaled {
+        /// The divisor, e.g. ranks times micro-batches. The same on all ranks.
+        divisor: f64,
+    },
+    /// The greatest; NaN if any is NaN.
+    Max,
+    /// The least; NaN if any is NaN.
+    Min,
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sum => write!(f, "sum"),
+            Self::Mean => write!(f, "mean"),
+            Self::Scaled { divisor } => write!(f, "sum / {divisor}"),
+            Self::Max => write!(f, "max"),
+            Self::Min => write!(f, "min"),
+        }
+    }
+}
+
+/// A collective operation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum Collective {
+    /// Reduce, result on all ranks.
+    AllReduce(ReduceOp),
+    /// Reduce, slice `r` of the result on rank `r`.
+    ReduceScatter(ReduceOp),
+    /// Slice `r` of rank `r` to all ranks.
+    AllGather,
+    /// The root's buffer to all ranks.
+    Broadcast {
+        /// The sending rank.
+        root: usize,
+    },
+    /// Nothing but the meeting.
+    Barrier,
+}
+
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AllReduce(op) => write!(f, "all_reduce({op})"),
+            Self::ReduceScatter(op) => write!(f, "reduce_scatter({op})"),
+            Self::AllGather => write!(f, "all_gather"),
+            Self::Broadcast { root } => write!(f, "broadcast(root {root})"),
+            Self::Barrier => write!(f, "barrier"),
+        }
+    }
+}
+
+/// What one rank asks for; all ranks must ask for the same.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    /// The operation.
+    pub collective: Collective,
+    /// What it is for, e.g. `bucket 0: w, b`. Part of the comparison between ranks and of every message.
+    pub label: Arc<str>,
+}
+
+impl Request {
+    /// Asks for `collective`, described by `label`.
+    pub fn new(collective: Collective, label: impl Into<Arc<str>>) -> Self {
+        Self {
+            collective,
+            label: label.into(),
+        }
+    }
+
+    /// The request with its data, for messages: `all_reduce(mean) of 10 f32 [bucket 0: w, b]`.
+    pub(crate) fn describe(&self, dtype: DType, len: usize) -> String {
+        let mut text = self.collective.to_string();
+        if self.collective != Collective::Barrier {
+            text.push_str(&format!(" of {len} {}", dtype.as_str()));
+        }
+        if !self.label.is_empty() {
+            text.push_str(&format!(" [{}]", self.label));
+        }
+        text
+    }
+
+    /// Refuses what no backend can do, before anything is sent.
+    pub(crate) fn validate(&self, dtype: DType, len: usize, world_size: usize) -> Result<()> {
+        let fail = |message: String| {
+            Err(Error::InvalidArgument {
+                what: "collective",
+                message: format!("{}: {message}", self.describe(dtype, len)),
+            })
+        };
+        match self.collective {
+            Collective::ReduceScatter(_) | Collective::AllGather if len % world_size != 0 => {
+                return fail(format!("the length must be a multiple of the {world_size} ranks; pad it"));
+            }
+            Collective::Broadcast { root } if root >= world_size => {
+                return fail(format!("the root must be below the {world_size} ranks"));
+            }
+            _ => {}
+        }
+        if let Collective::AllReduce(op) | Collective::ReduceScatter(op) = self.collective {
+            if dtype.is_int() && matches!(op, ReduceOp::Mean | ReduceOp::Scaled { .. }) {
+                return fail("an average of integers is not an integer; use sum, or floats".to_string());
+            }
+            if let ReduceOp::Scaled { divisor } = op
+                && !(divisor.is_finite() && divisor > 0.0)
+            {
+                return fail("the divisor must be positive and finite".to_string());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One rank's end of a group of ranks.
+///
+/// The provided methods on `dyn Communicator` are the calls to use; backends implement [`start`](Self::start).
+/// Ranks must start the same collectives in the same order. Every wait ends by [`timeout`](Self::timeout).
+pub trait Communicator: fmt::Debug + Send + Sync {
+    /// This rank, `0 <= rank < world_size`.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// The longest that a wait in a collective lasts.
+    fn timeout(&self) -> Duration;
+
+    /// Joins a collective without waiting for the other ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for what cannot be done, [`Error::Mismatch`], [`Error::RankFailed`].
+    fn start(&self, request: Request, buffer: Buffer) -> Result<Pending>;
+
+    /// Does some of the work of collectives that all ranks have joined. Backends that progress by themselves do
+    /// nothing. The trainers call it whenever a gradient appears, so that reductions go on during backward.
+    fn progress(&self) {}
+
+    /// What this rank has sent so far.
+    fn traffic(&self) -> Traffic;
+}
+
+impl dyn Communicator + '_ {
+    /// Reduces `buffer` over all ranks; every rank gets the result. `torch.distributed.all_reduce`.
+    ///
+    /// # Errors
+    /// See [`Communicator::start`].
+    pub fn all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
+        self.start(Request::new(Collective::AllReduce(op), ""), buffer)
+    }
+
+    /// Reduces `buffer` over all ranks; rank `r` gets slice `r`, in place. `torch.distributed.reduce_scatter_tensor`.
+    ///
+    /// # Errors
+    /// See [`Communicator::start`]; the length must be a multiple of the world size.
+    pub fn reduce_scatter(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
+        self.start(Request::new(Collective::ReduceScatter(op), ""), buffer)
+    }
+
+    /// Fills each slice of `buffer` from the rank that owns it. `torch.distributed.all_gather_into_tensor`.
+    ///
+    /// # Errors
+    /// See [`Communicator::start`]; the length must be a multiple of the world size.
+    pub fn all_gather(&self, buffer: Buffer) -> Result<Pending> {
+        self.start(Request::new(Collective::AllGather, ""), buffer)
+    }
+
+    /// Copies the buffer of `root` to all ranks. `torch.distributed.broadcast`.
+    ///
+    /// # Errors
+    /// See [`Communicator::start`].
+    pub fn broadcast(&self, buffer: Buffer, root: usize) -> Result<Pending> {
+        self.start(Request::new(Collective::Broadcast { root }, ""), buffer)
+    }
+
+    /// Returns when all ranks have called it. `torch.distributed.barrier`.
+    ///
+    /// # Errors
+    /// See [`Communicator::start`] and [`Pending::wait`].
+    pub fn barrier(&self) -> Result<()> {
+        let nothing = Buffer::from_vec::<u8>(Vec::new());
+        self.start(Request::new(Collective::Barrier, ""), nothing)?
+            .wait()
+            .map(drop)
+    }
+
+    /// Gives every rank the byte strings of all ranks, in rank order; they may differ in length.
+    ///
+    /// # Errors
+    /// See [`Communicator::start`] and [`Pending::wait`].
+    pub fn all_gather_bytes(&self, mine: &[u8], label: &str) -> Result<Vec<Vec<u8>>> {
+        let (rank, n) = (self.rank(), self.world_size());
+        let mut lengths = vec![0i64; n];
+        lengths[rank] = mine.len() as i64;
+        let request = Request::new(Collective::AllGather, format!("{label}: lengths"));
+        let lengths = self.start(request, Buffer::from_vec(lengths))?.wait()?;
+        let lengths: Vec<usize> = lengths.as_slice::<i64>()?.iter().map(|l| *l as usize).collect();
+        let slot = lengths.iter().copied().max().unwrap_or(0);
+        let mut all = vec![0u8; slot * n];
+        all[rank * slot..][..mine.len()].copy_from_slice(mine);
+        let all = self
+            .start(Request::new(Collective::AllGather, label), Buffer::from_vec(all))?
+            .wait()?;
+        let all = all.as_slice::<u8>()?;
+        Ok(lengths
+            .iter()
+            .enumerate()
+            .map(|(r, len)| all[r * slot..][..*len].to_vec())
+            .collect())
+    }
+}
+
+/// A collective under way; see [`Communicator::start`].
+///
+/// Dropping it without waiting is allowed: the other ranks still get their results, the buffer is freed.
+#[must_use = "the buffer comes back from wait"]
+pub struct Pending(Box<dyn PendingCollective>);
+
+impl Pending {
+    /// For backends: wraps the backend's own handle.
+    pub fn new(inner: impl PendingCollective + 'static) -> Self {
+        Self(Box::new(inner))
+    }
+
+    /// True when [`wait`](Self::wait) would return at once, with the buffer or with an error.
+    pub fn is_done(&self) -> bool {
+        self.0.is_done()
+    }
+
+    /// Waits for the result and returns the buffer.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] after the communicator's timeout; [`Error::RankFailed`] or [`Error::RankLeft`] as soon as a
+    /// rank that has not joined is known to be gone; [`Error::Mismatch`].
+    pub fn wait(self) -> Result<Buffer> {
+        self.0.wait()
+    }
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("done", &self.is_done()).finish()
+    }
+}
+
+/// A backend's handle on a collective under way.
+pub trait PendingCollective: Send {
+    /// See [`Pending::is_done`].
+    fn is_done(&self) -> bool;
+    /// See [`Pending::wait`].
+    fn wait(self: Box<Self>) -> Result<Buffer>;
+}

@@ -1,0 +1,96 @@
+//! Counted bytes per collective.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::Serialize;
+
+use super::Collective;
+
+/// Calls and bytes of one kind of collective.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct CollectiveTraffic {
+    /// Collectives joined by this rank.
+    pub calls: u64,
+    /// Bytes that went from this rank to others.
+    pub bytes_sent: u64,
+}
+
+/// What one rank has sent, per kind of collective.
+///
+/// Bytes are counted where they are moved. Slice `s` of a buffer is reduced at its home, rank `s`: each other rank
+/// sends its slice `s` there (reduction), and rank `s` sends the result to each other rank (gathering). With `S` bytes
+/// in the buffer and `N` ranks, one rank so sends `2 (N-1)/N S` in an all_reduce and `(N-1)/N S` in a reduce_scatter
+/// or an all_gather, the optimum that ring algorithms reach. A broadcast sends `(N-1) S` from its root.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// All-reduce.
+    pub all_reduce: CollectiveTraffic,
+    /// Reduce-scatter.
+    pub reduce_scatter: CollectiveTraffic,
+    /// All-gather.
+    pub all_gather: CollectiveTraffic,
+    /// Broadcast.
+    pub broadcast: CollectiveTraffic,
+    /// Barrier.
+    pub barrier: CollectiveTraffic,
+}
+
+impl Traffic {
+    /// Bytes sent over all kinds.
+    pub fn bytes_sent(&self) -> u64 {
+        self.kinds().iter().map(|k| k.bytes_sent).sum()
+    }
+
+    /// Calls over all kinds.
+    pub fn calls(&self) -> u64 {
+        self.kinds().iter().map(|k| k.calls).sum()
+    }
+
+    fn kinds(&self) -> [CollectiveTraffic; 5] {
+        [
+            self.all_reduce,
+            self.reduce_scatter,
+            self.all_gather,
+            self.broadcast,
+            self.barrier,
+        ]
+    }
+}
+
+/// The counters behind [`Traffic`]; written by whichever rank does the moving.
+#[derive(Debug, Default)]
+pub(super) struct TrafficCounters([[AtomicU64; 2]; 5]);
+
+impl TrafficCounters {
+    pub(super) fn called(&self, collective: Collective) {
+        self.0[index(collective)][0].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn sent(&self, collective: Collective, bytes: u64) {
+        self.0[index(collective)][1].fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn read(&self) -> Traffic {
+        let read = |i: usize| CollectiveTraffic {
+            calls: self.0[i][0].load(Ordering::Relaxed),
+            bytes_sent: self.0[i][1].load(Ordering::Relaxed),
+        };
+        Traffic {
+            all_reduce: read(0),
+            reduce_scatter: read(1),
+            all_gather: read(2),
+            broadcast: read(3),
+            barrier: read(4),
+        }
+    }
+}
+
+fn index(collective: Collective) -> usize {
+    match collective {
+        Collective::AllReduce(_) => 0,
+        Collective::ReduceScatter(_) => 1,
+        Collective::AllGather => 2,
+        Collective::Broadcast { .. } => 3,
+        Collective::Barrier => 4,
+    }
+}

@@ -1,0 +1,28 @@
+//! wip
+pub mod bucket;
+pub mod buffer;
+pub mod comm;
+mod ddp;
+pub mod engine;
+mod error;
+mod init;
+pub mod memory;
+mod norm;
+pub mod optim;
+mod param;
+mod reducer;
+mod replica;
+mod store;
+pub mod strategy;
+mod trainer;
+mod world;
+pub use bucket::{BucketCaps, BucketLayout};
+pub use buffer::{Buffer, Element};
+pub use comm::{Communicator, ReduceOp};
+pub use ddp::*;
+pub use engine::*;
+pub use error::{Error, Result};
+pub use optim::*;
+pub use store::*;
+pub use trainer::*;
+pub use world::*;

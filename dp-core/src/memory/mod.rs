@@ -1,0 +1,13 @@
+//! Where the bytes are: a [`Ledger`] of what the framework keeps by purpose, and a [`CountingAllocator`] that
+//! measures everything else.
+//!
+//! The ledger knows model states (parameters, gradients, optimizer state, communication buffers) exactly, because
+//! every such block is created with a [`Reservation`]. Activations and temporaries belong to Candle and to the model;
+//! they are measured as the heap that no reservation explains.
+
+mod allocator;
+mod ledger;
+
+pub use allocator::{CountingAllocator, HeapUsage, heap_usage, reset_heap_peak};
+pub(crate) use allocator::set_thread_rank;
+pub use ledger::{Category, Ledger, LedgerSnapshot, Reservation};

@@ -1,0 +1,49 @@
+//! Optimizers that work on flat slices, so that a rank can update just the elements it owns.
+
+mod adamw;
+mod groups;
+mod sgd;
+
+pub use adamw::AdamW;
+pub use groups::{ParamGroup, ParamGroups};
+pub use sgd::Sgd;
+
+use crate::error::Result;
+
+/// Hyper-parameters of an elementwise optimizer, and its update rule.
+pub trait Optimizer: Clone + Send + std::fmt::Debug + 'static {
+    /// Names of the f32 numbers kept per element: the optimizer state. AdamW keeps `exp_avg` and `exp_avg_sq`.
+    fn state_names(&self) -> &'static [&'static str];
+
+    /// Updates `values` in place. `grad` and each slice of `state` have the same length as `values`; `state` starts
+    /// as zeros and has one slice per [`state_names`](Self::state_names), or more. `step` counts the updates of this
+    /// parameter from 1. The gradient counts as `grad[i] * grad_scale`.
+    fn update(
+        &self,
+        step: u64,
+        values: &mut [f32],
+        grad: &[f32],
+        grad_scale: f32,
+        state: &mut [&mut [f32]],
+    );
+
+    /// The learning rate.
+    fn learning_rate(&self) -> f64;
+
+    /// Sets the learning rate.
+    fn set_learning_rate(&mut self, lr: f64);
+
+    /// Refuses values outside their range.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) naming the hyper-parameter.
+    fn validate(&self) -> Result<()>;
+}
+
+fn check(what: &'static str, ok: bool, value: f64, range: &str) -> Result<()> {
+    if ok {
+        Ok(())
+    } else {
+        Err(crate::Error::invalid(what, format!("{value} is not {range}")))
+    }
+}

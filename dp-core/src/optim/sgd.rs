@@ -1,0 +1,100 @@
+//! Stochastic gradient descent: `torch.optim.SGD`.
+
+use super::{Optimizer, check};
+use crate::error::Result;
+
+/// SGD with momentum, weight decay and Nesterov's variant. Per element, with gradient `g`:
+///
+/// ```text
+/// g <- g + weight_decay w
+/// b <- momentum b + (1 - dampening) g        (at the parameter's first step: b <- g)
+/// g <- g + momentum b if nesterov, else b    (only with momentum)
+/// w <- w - lr g
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sgd {
+    /// Learning rate.
+    pub lr: f64,
+    /// Momentum factor; 0 keeps no state.
+    pub momentum: f64,
+    /// Dampening of the momentum.
+    pub dampening: f64,
+    /// L2 penalty, added to the gradient.
+    pub weight_decay: f64,
+    /// Nesterov momentum.
+    pub nesterov: bool,
+}
+
+impl Sgd {
+    /// Plain SGD.
+    pub fn new(lr: f64) -> Self {
+        Self {
+            lr,
+            momentum: 0.0,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+        }
+    }
+}
+
+impl Optimizer for Sgd {
+    fn state_names(&self) -> &'static [&'static str] {
+        if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
+    }
+
+    fn update(
+        &self,
+        step: u64,
+        values: &mut [f32],
+        grad: &[f32],
+        grad_scale: f32,
+        state: &mut [&mut [f32]],
+    ) {
+        let (lr, decay) = (self.lr as f32, self.weight_decay as f32);
+        let gradient = |g: f32, w: f32| {
+            let g = g * grad_scale;
+            if decay == 0.0 { g } else { g + decay * w }
+        };
+        let (momentum, keep) = (self.momentum as f32, (1.0 - self.dampening) as f32);
+        if momentum == 0.0 {
+            for (w, g) in values.iter_mut().zip(grad) {
+                *w -= gradient(*g, *w) * lr;
+            }
+            return;
+        }
+        let [buffer, ..] = state else {
+            unreachable!("SGD with momentum names one state, so its caller passes one");
+        };
+        for ((w, g), b) in values.iter_mut().zip(grad).zip(buffer.iter_mut()) {
+            let g = gradient(*g, *w);
+            *b = if step == 1 { g } else { *b * momentum + g * keep };
+            let direction = if self.nesterov { g + momentum * *b } else { *b };
+            *w -= direction * lr;
+        }
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.lr = lr;
+    }
+
+    fn validate(&self) -> Result<()> {
+        let at_least_0 = |x: f64| x.is_finite() && x >= 0.0;
+        check("lr", at_least_0(self.lr), self.lr, "finite and >= 0")?;
+        check("momentum", at_least_0(self.momentum), self.momentum, "finite and >= 0")?;
+        check("dampening", self.dampening.is_finite(), self.dampening, "finite")?;
+        let wd = self.weight_decay;
+        check("weight_decay", at_least_0(wd), wd, "finite and >= 0")?;
+        let possible = !self.nesterov || (self.momentum > 0.0 && self.dampening == 0.0);
+        check(
+            "nesterov",
+            possible,
+            self.momentum,
+            "a momentum for Nesterov: it needs momentum > 0 and dampening 0",
+        )
+    }
+}

@@ -1,0 +1,120 @@
+//! Replicas: all ranks hold the same model, by name.
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+
+use crate::buffer::Buffer;
+use crate::comm::{Collective, Communicator, Request};
+use crate::error::{Error, Result};
+use crate::memory::Ledger;
+use crate::store::{Param, ParamKind};
+
+/// What must agree between ranks about one parameter.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ParamSpec {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub dtype: String,
+    pub kind: ParamKind,
+}
+
+impl ParamSpec {
+    pub fn of(param: &Param) -> Self {
+        Self {
+            name: param.name().to_string(),
+            shape: param.tensor().dims().to_vec(),
+            dtype: param.tensor().dtype().as_str().to_string(),
+            kind: param.kind(),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let kind = match self.kind {
+            ParamKind::Trained => "trained",
+            ParamKind::Frozen => "frozen",
+            ParamKind::Buffer => "a buffer",
+        };
+        format!("{:?} {}, {kind}", self.shape, self.dtype)
+    }
+}
+
+/// Checks on every rank that all ranks' parameters agree, and returns the positions of `mine` in rank 0's order: the
+/// one canonical order, also where models create their parameters in another order on each rank.
+///
+/// # Errors
+/// [`Error::ReplicaMismatch`], the same one on every rank.
+pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Result<Vec<usize>> {
+    let text = serde_json::to_vec(mine).map_err(|e| Error::invalid("parameter list", e))?;
+    let texts = comm.all_gather_bytes(&text, "parameter list")?;
+    let all: Vec<Vec<ParamSpec>> = texts
+        .iter()
+        .map(|t| serde_json::from_slice(t).map_err(|e| Error::invalid("parameter list", e)))
+        .collect::<Result<_>>()?;
+    let reference = &all[0];
+    // Parameter first, then rank: the answer is the same whichever rank computes it.
+    for spec in reference {
+        for (rank, specs) in all.iter().enumerate() {
+            let other = specs.iter().find(|s| s.name == spec.name);
+            if other != Some(spec) {
+                let other = other.map_or("missing".to_string(), ParamSpec::describe);
+                return Err(Error::ReplicaMismatch {
+                    parameter: spec.name.clone(),
+                    rank,
+                    detail: format!("{other} there, {} on rank 0", spec.describe()),
+                });
+            }
+        }
+    }
+    for (rank, specs) in all.iter().enumerate() {
+        let extra = specs.iter().find(|s| !reference.iter().any(|r| r.name == s.name));
+        if let Some(extra) = extra {
+            return Err(Error::ReplicaMismatch {
+                parameter: extra.name.clone(),
+                rank,
+                detail: format!("{} there, missing on rank 0", extra.describe()),
+            });
+        }
+    }
+    let position = |r: &ParamSpec| mine.iter().position(|m| m.name == r.name);
+    Ok(reference.iter().filter_map(position).collect())
+}
+
+/// Gives every rank the values that rank 0 holds, in `order`.
+pub(crate) fn broadcast_values(
+    params: &[Param],
+    order: impl IntoIterator<Item = usize>,
+    comm: &dyn Communicator,
+    ledger: &Ledger,
+) -> Result<()> {
+    if comm.world_size() == 1 {
+        return Ok(());
+    }
+    for param in order.into_iter().map(|i| &params[i]) {
+        let label = format!("value of {}", param.name());
+        let request = Request::new(Collective::Broadcast { root: 0 }, label);
+        let buffer: Buffer = comm.start(request, param.to_buffer(ledger)?)?.wait()?;
+        if comm.rank() != 0 {
+            param.set_from_buffer(&buffer)?;
+        }
+    }
+    Ok(())
+}
+
+/// Refuses what the trainers cannot train.
+pub(crate) fn check_trainable(params: &[Param]) -> Result<()> {
+    for param in params.iter().filter(|p| p.kind() == ParamKind::Trained) {
+        let tensor = param.tensor();
+        if tensor.dtype() != DType::F32 || !tensor.device().is_cpu() {
+            return Err(Error::UnsupportedDType {
+                what: format!(
+                    "training parameter `{}` on {:?}",
+                    param.name(),
+                    tensor.device().location()
+                ),
+                dtype: tensor.dtype().as_str(),
+                supported: "f32 on the CPU",
+            });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,191 @@
+//! The interface that data parallelism and all ZeRO stages have in common.
+
+use candle_core::Tensor;
+
+use crate::bucket::BucketLayout;
+use crate::engine::{Engine, StepReport};
+use crate::error::{Error, Result};
+use crate::memory::Ledger;
+use crate::optim::{Optimizer, ParamGroup};
+use crate::store::ParamStore;
+
+/// Trains one rank's replica together with the other ranks.
+///
+/// A step is `backward`, optionally `clip_grad_norm`, then `step`; every rank does the same. Gradients are averaged over
+/// the ranks and over the micro-batches of the step: with a loss that is a mean over the rank's own samples, `N` ranks
+/// compute what one rank computes on the joined batch, if all hold equally many samples.
+pub trait Trainer {
+    /// The optimizer's hyper-parameters.
+    type Optimizer: Optimizer;
+
+    #[doc(hidden)]
+    fn engine(&self) -> &Engine<Self::Optimizer>;
+
+    #[doc(hidden)]
+    fn engine_mut(&mut self) -> &mut Engine<Self::Optimizer>;
+
+    /// Computes the gradients of `loss`, one number, and reduces them over the ranks while they appear. In the place of
+    /// candle's `loss.backward()`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if gradients of an earlier backward wait for `step`; those of Candle and of the collectives.
+    fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.engine_mut().backward(loss, 0, true)
+    }
+
+    /// Begins a step that averages `num_micro_batches` backward passes; see [`Accumulation`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for 0; [`Error::Misuse`] if gradients wait for `step`.
+    fn accumulate(&mut self, num_micro_batches: usize) -> Result<Accumulation<'_, Self>> {
+        if num_micro_batches == 0 {
+            return Err(Error::invalid("num_micro_batches", "a step needs at least one micro-batch, got 0"));
+        }
+        self.engine().require_empty_window("accumulate")?;
+        Ok(Accumulation {
+            trainer: self,
+            num_micro_batches,
+            done: 0,
+        })
+    }
+
+    /// Scales the gradients of this step so that their 2-norm over all parameters is at most `max_norm`, and returns
+    /// the norm before: `torch.nn.utils.clip_grad_norm_`. Each element counts once, padding never. The norm is the
+    /// same number on all ranks, in all stages and for all bucket caps, to the bit.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] without gradients or when called twice; [`Error::InvalidArgument`] unless `max_norm > 0`.
+    fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
+        self.engine_mut().clip_grad_norm(max_norm)
+    }
+
+    /// Waits for the reductions, and updates the parameters: each rank those elements whose state it keeps.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] without gradients; those of the collectives.
+    fn step(&mut self) -> Result<StepReport> {
+        self.engine_mut().step()
+    }
+
+    /// Forgets the gradients of a backward or an accumulation that no step shall use. All ranks call it.
+    ///
+    /// # Errors
+    /// Those of the collectives under way.
+    fn zero_grad(&mut self) -> Result<()> {
+        self.engine_mut().zero_grad()
+    }
+
+    /// The parameters.
+    fn store(&self) -> &ParamStore {
+        self.engine().store()
+    }
+
+    /// Bytes this trainer and its parameters hold.
+    fn ledger(&self) -> &Ledger {
+        self.store().ledger()
+    }
+
+    /// The bucket layout.
+    fn layout(&self) -> &BucketLayout {
+        self.engine().layout()
+    }
+
+    /// `ddp`, `zero1`, `zero2`.
+    fn strategy_name(&self) -> &'static str {
+        self.engine().strategy_name()
+    }
+
+    /// Number of optimizer steps taken.
+    fn num_steps(&self) -> u64 {
+        self.engine().num_steps()
+    }
+
+    /// The parameter groups.
+    fn param_groups(&self) -> &[ParamGroup<Self::Optimizer>] {
+        self.engine().groups().groups()
+    }
+
+    /// The parameter groups, to change hyper-parameters between steps; change them alike on all ranks.
+    fn param_groups_mut(&mut self) -> &mut [ParamGroup<Self::Optimizer>] {
+        self.engine_mut().groups_mut().groups_mut()
+    }
+
+    /// Sets the learning rate of all groups; call it alike on all ranks.
+    fn set_learning_rate(&mut self, lr: f64) {
+        for group in self.param_groups_mut() {
+            group.optimizer.set_learning_rate(lr);
+        }
+    }
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    fn barrier(&self) -> Result<()> {
+        self.engine().comm().barrier()
+    }
+}
+
+/// Several backward passes that make one step; `no_sync` in PyTorch, `gradient_accumulation_steps` in DeepSpeed.
+///
+/// Gradients are reduced with the last micro-batch (by strategies that shard gradients: with each). A window may end
+/// early, at the end of an epoch, by [`finish`](Self::finish); then the mean is over the micro-batches there were. All
+/// ranks do the same number.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use dp_core::{DistributedDataParallel, ParamStore, Result, Sgd, Trainer, World};
+/// # fn main() -> Result<()> {
+/// # World::threads(1)?.run(|rank| {
+/// # let store = ParamStore::new(rank.device());
+/// # let model = candle_nn::linear(2, 1, store.var_builder(DType::F32))?;
+/// # let mut trainer = DistributedDataParallel::new(store, rank.comm(), Sgd::new(0.1))?;
+/// # let micro_batches = vec![Tensor::ones((4, 2), DType::F32, &Device::Cpu)?; 3];
+/// let mut window = trainer.accumulate(micro_batches.len())?;
+/// for x in &micro_batches {
+///     window.backward(&model.forward(x)?.mean_all()?)?;
+/// }
+/// window.finish()?;
+/// trainer.step()?;
+/// # Ok(())
+/// # })
+/// # }
+/// ```
+#[derive(Debug)]
+#[must_use = "call backward for each micro-batch, then finish"]
+pub struct Accumulation<'a, T: Trainer + ?Sized> {
+    trainer: &'a mut T,
+    num_micro_batches: usize,
+    done: usize,
+}
+
+impl<T: Trainer + ?Sized> Accumulation<'_, T> {
+    /// Adds the gradients of one micro-batch.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] after the last one; otherwise as [`Trainer::backward`].
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        if self.done == self.num_micro_batches {
+            let message = format!("all {} micro-batches of this window are done", self.done);
+            return Err(Error::misuse("Accumulation::backward", message));
+        }
+        let last = self.done + 1 == self.num_micro_batches;
+        self.trainer.engine_mut().backward(loss, self.done, last)?;
+        self.done += 1;
+        Ok(())
+    }
+
+    /// Ends the window; call `step` next. Without any micro-batch there is nothing to step.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn finish(self) -> Result<()> {
+        self.trainer.engine_mut().end_window()
+    }
+
+    /// Micro-batches done so far.
+    pub fn num_done(&self) -> usize {
+        self.done
+    }
+}

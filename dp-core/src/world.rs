@@ -1,0 +1,413 @@
+//! Ranks: one closure, run `N` times side by side.
+
+use std::any::Any;
+use std::error::Error as StdError;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use candle_core::Device;
+
+use crate::comm::{Communicator, GroupControl, naive_group, shared_group};
+use crate::error::{Error, Result};
+use crate::memory::set_thread_rank;
+
+/// How the ranks of a [`World`] talk to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Backend {
+    /// Threads of one process over shared memory: the default.
+    #[default]
+    SharedMemory,
+    /// Threads of one process over the slow, obvious implementation, to check the other one against.
+    Naive,
+}
+
+/// A fixed number of ranks that run the same closure.
+///
+/// ```
+/// use dp_core::{ReduceOp, Buffer, Result, World};
+///
+/// fn main() -> Result<()> {
+///     World::threads(3)?.run(|rank| {
+///         let mine = Buffer::from_vec(vec![rank.rank() as f32; 5]);
+///         let sum = rank.comm().all_reduce(mine, ReduceOp::Sum)?.wait()?;
+///         assert_eq!(sum.as_slice::<f32>()?, [3.0; 5]);
+///         Ok(())
+///     })
+/// }
+/// ```
+#[derive(Debug, Clone)]
+pub struct World {
+    world_size: usize,
+    timeout: Duration,
+    threads_per_rank: usize,
+    stack_size: usize,
+    backend: Backend,
+}
+
+/// Variables by which launchers tell a process its world size.
+const WORLD_SIZE_VARIABLES: [&str; 3] = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
+
+impl World {
+    /// `world_size` ranks as threads of this process.
+    ///
+    /// Threads per rank: the cores divided by the ranks, at least one. Candle takes its thread count from
+    /// `RAYON_NUM_THREADS` or the cores; each rank runs in a thread pool of its own, so that N ranks do not use N
+    /// times the cores.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for 0 ranks.
+    pub fn threads(world_size: usize) -> Result<Self> {
+        if world_size == 0 {
+            return Err(Error::invalid("world_size", "a world has at least one rank"));
+        }
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Self {
+            world_size,
+            timeout: Duration::from_secs(60),
+            threads_per_rank: (cores / world_size).max(1),
+            stack_size: 256 << 20,
+            backend: Backend::default(),
+        })
+    }
+
+    /// The world that a launcher describes in the environment, or `world_size` threads where there is no launcher.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if a launcher (torchrun, mpirun) has started several processes: this version runs
+    /// ranks as threads only, and would otherwise train that many separate models. [`Error::InvalidArgument`] for 0.
+    pub fn from_env_or_threads(world_size: usize) -> Result<Self> {
+        for variable in WORLD_SIZE_VARIABLES {
+            let Ok(value) = std::env::var(variable) else {
+                continue;
+            };
+            match value.trim().parse::<usize>() {
+                Ok(1) => {}
+                Ok(_) => {
+                    return Err(Error::Environment {
+                        variable,
+                        value,
+                        message: "ranks in several processes are not supported yet, only threads of one process; \
+                                  start the program once, without the launcher"
+                            .to_string(),
+                    });
+                }
+                Err(e) => {
+                    return Err(Error::Environment {
+                        variable,
+                        value,
+                        message: format!("not a number of processes ({e}); unset it or correct it"),
+                    });
+                }
+            }
+        }
+        Self::threads(world_size)
+    }
+
+    /// The longest that a rank waits in a collective; 60 s unless set.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Threads that each rank computes with; at least one.
+    #[must_use]
+    pub fn with_threads_per_rank(mut self, threads: usize) -> Self {
+        self.threads_per_rank = threads.max(1);
+        self
+    }
+
+    /// Stack of each rank thread in bytes, 256 MiB unless set. Candle's backward recurses once per node of the graph,
+    /// so deep models need more than a thread's usual 2 MiB; memory is taken only as the stack grows.
+    #[must_use]
+    pub fn with_stack_size(mut self, bytes: usize) -> Self {
+        self.stack_size = bytes;
+        self
+    }
+
+    /// How the ranks talk.
+    #[must_use]
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Threads that each rank computes with.
+    pub fn threads_per_rank(&self) -> usize {
+        self.threads_per_rank
+    }
+
+    /// Runs `f` on every rank and returns when all have ended.
+    ///
+    /// # Errors
+    /// A [`WorldError`], converted to `E`, if any rank returned an error or panicked. The ranks that wait for a failed
+    /// rank get [`Error::RankFailed`] at once.
+    pub fn run<E, F>(&self, f: F) -> Result<(), E>
+    where
+        F: Fn(Rank) -> Result<(), E> + Sync,
+        E: Into<Box<dyn StdError + Send + Sync>> + From<WorldError> + Send,
+    {
+        self.map(f).map(drop)
+    }
+
+    /// Like [`run`](Self::run), and returns what the ranks return, in rank order.
+    ///
+    /// # Errors
+    /// See [`run`](Self::run).
+    pub fn map<T, E, F>(&self, f: F) -> Result<Vec<T>, E>
+    where
+        F: Fn(Rank) -> Result<T, E> + Sync,
+        T: Send,
+        E: Into<Box<dyn StdError + Send + Sync>> + From<WorldError> + Send,
+    {
+        let (comms, control) = self.connect();
+        let order = AtomicUsize::new(0);
+        let outcomes: Vec<Result<T, RankError>> = std::thread::scope(|scope| {
+            let supervisors: Vec<_> = comms
+                .into_iter()
+                .enumerate()
+                .map(|(index, comm)| {
+                    let (f, control, order) = (&f, control.as_ref(), &order);
+                    scope.spawn(move || {
+                        let rank = Rank {
+                            comm,
+                            device: Device::Cpu,
+                        };
+                        self.supervise(index, control, order, || f(rank))
+                    })
+                })
+                .collect();
+            let gone = |index| RankError {
+                rank: index,
+                cause: Cause::Panic("its supervising thread died".to_string()),
+                consequence: false,
+                order: usize::MAX,
+            };
+            supervisors
+                .into_iter()
+                .enumerate()
+                .map(|(index, s)| s.join().unwrap_or_else(|_| Err(gone(index))))
+                .collect()
+        });
+        let mut results = Vec::with_capacity(outcomes.len());
+        let mut failures = Vec::new();
+        for outcome in outcomes {
+            match outcome {
+                Ok(value) => results.push(value),
+                Err(failure) => failures.push(failure),
+            }
+        }
+        if failures.is_empty() {
+            return Ok(results);
+        }
+        failures.sort_by_key(|f| (f.consequence, f.order));
+        Err(E::from(WorldError {
+            world_size: self.world_size,
+            failures,
+        }))
+    }
+
+    fn connect(&self) -> (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>) {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // Polling helps only while each rank has a core of its own.
+        let spin = if self.world_size * self.threads_per_rank <= cores {
+            Duration::from_micros(50)
+        } else {
+            Duration::ZERO
+        };
+        match self.backend {
+            Backend::SharedMemory => shared_group(self.world_size, self.timeout, spin),
+            Backend::Naive => naive_group(self.world_size, self.timeout),
+        }
+    }
+
+    /// Runs one rank in its own thread pool, and tells the group how it ended.
+    fn supervise<T: Send, E: Into<Box<dyn StdError + Send + Sync>> + Send>(
+        &self,
+        rank: usize,
+        control: &dyn GroupControl,
+        order: &AtomicUsize,
+        f: impl FnOnce() -> Result<T, E> + Send,
+    ) -> Result<T, RankError> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(self.threads_per_rank)
+            .stack_size(self.stack_size)
+            .thread_name(move |i| format!("rank {rank}.{i}"));
+        let outcome = pool.build_scoped(
+            |thread| {
+                set_thread_rank(Some(rank));
+                thread.run();
+            },
+            |pool| pool.install(|| catch_unwind(AssertUnwindSafe(f))),
+        );
+        let cause = match outcome {
+            Ok(Ok(Ok(value))) => {
+                control.rank_left(rank);
+                return Ok(value);
+            }
+            Ok(Ok(Err(error))) => Cause::Error(error.into()),
+            Ok(Err(panic)) => Cause::Panic(panic_message(panic.as_ref())),
+            Err(e) => Cause::Panic(format!("cannot start its threads: {e}")),
+        };
+        let failure = RankError {
+            rank,
+            consequence: control.was_told(rank),
+            order: order.fetch_add(1, Ordering::Relaxed),
+            cause,
+        };
+        control.rank_failed(rank, failure.cause.to_string());
+        Err(failure)
+    }
+}
+
+/// What a rank knows of itself; the argument of the closure that [`World::run`] runs.
+#[derive(Debug, Clone)]
+pub struct Rank {
+    comm: Arc<dyn Communicator>,
+    device: Device,
+}
+
+impl Rank {
+    /// This rank, `0 <= rank < world_size`.
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.comm.world_size()
+    }
+
+    /// This rank's end of the group.
+    pub fn comm(&self) -> Arc<dyn Communicator> {
+        Arc::clone(&self.comm)
+    }
+
+    /// The device this rank computes on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+/// Why a [`World`] ended badly: the first failing rank's own error, then those of the others.
+#[derive(Debug)]
+pub struct WorldError {
+    world_size: usize,
+    failures: Vec<RankError>,
+}
+
+impl WorldError {
+    /// The failed ranks: those that failed by themselves first, in the order of time, then those that failed because
+    /// of them.
+    pub fn failures(&self) -> &[RankError] {
+        &self.failures
+    }
+}
+
+impl fmt::Display for WorldError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (first, others) = match self.failures.split_first() {
+            Some(split) => split,
+            None => return write!(f, "no rank failed"),
+        };
+        write!(f, "{first}")?;
+        for other in others.iter().filter(|o| !o.consequence) {
+            write!(f, "\nalso {other}")?;
+        }
+        let stopped: Vec<String> = others
+            .iter()
+            .filter(|o| o.consequence)
+            .map(|o| o.rank.to_string())
+            .collect();
+        if !stopped.is_empty() {
+            write!(
+                f,
+                "\nrank {} of {} stopped because of it",
+                stopped.join(", "),
+                self.world_size
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl StdError for WorldError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match &self.failures.first()?.cause {
+            Cause::Error(e) => Some(e.as_ref()),
+            Cause::Panic(_) => None,
+        }
+    }
+}
+
+/// How one rank failed.
+#[derive(Debug)]
+pub struct RankError {
+    rank: usize,
+    cause: Cause,
+    consequence: bool,
+    order: usize,
+}
+
+impl RankError {
+    /// The rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The error that the rank's closure returned; `None` if it panicked.
+    pub fn error(&self) -> Option<&(dyn StdError + Send + Sync + 'static)> {
+        match &self.cause {
+            Cause::Error(e) => Some(e.as_ref()),
+            Cause::Panic(_) => None,
+        }
+    }
+
+    /// True if another rank's failure had been reported to this rank before it failed.
+    pub fn is_consequence(&self) -> bool {
+        self.consequence
+    }
+}
+
+impl fmt::Display for RankError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.cause {
+            Cause::Error(e) => write!(f, "rank {} failed: {e}", self.rank),
+            Cause::Panic(message) => write!(f, "rank {} panicked: {message}", self.rank),
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Cause {
+    Error(Box<dyn StdError + Send + Sync>),
+    Panic(String),
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Error(e) => write!(f, "{e}"),
+            Self::Panic(message) => write!(f, "panic: {message}"),
+        }
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    match panic.downcast_ref::<&str>() {
+        Some(text) => (*text).to_string(),
+        None => panic
+            .downcast_ref::<String>()
+            .cloned()
+            .unwrap_or_else(|| "a panic without a message".to_string()),
+    }
+}

@@ -1,0 +1,53 @@
+//! One block of a GPT: attention and a multi-layer perceptron, each behind a LayerNorm and added to its input.
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::{Init, Linear, VarBuilder};
+
+use super::{GptConfig, INIT_STDEV, LAYER_NORM_EPS, normal};
+use crate::layers::{CausalSelfAttention, LayerNorm, gelu_tanh};
+
+#[derive(Debug)]
+pub(super) struct Block {
+    ln1: LayerNorm,
+    attention: CausalSelfAttention,
+    ln2: LayerNorm,
+    fc: Linear,
+    out: Linear,
+}
+
+impl Block {
+    pub(super) fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
+        let width = config.width;
+        // 2 layers projections add to the residual stream; so scaled, they leave its variance as it was (GPT-2, section 2.3).
+        let residual_stdev = INIT_STDEV / (2. * config.layers as f64).sqrt();
+
+        let ln1 = LayerNorm::new(width, LAYER_NORM_EPS, vb.pp("ln1"))?;
+        let qkv = linear(width, 3 * width, INIT_STDEV, vb.pp("qkv"))?;
+        let proj = linear(width, width, residual_stdev, vb.pp("proj"))?;
+        let attention = CausalSelfAttention::new(qkv, proj, config.heads)?;
+        let ln2 = LayerNorm::new(width, LAYER_NORM_EPS, vb.pp("ln2"))?;
+        let fc = linear(width, 4 * width, INIT_STDEV, vb.pp("fc"))?;
+        let out = linear(4 * width, width, residual_stdev, vb.pp("out"))?;
+        Ok(Self {
+            ln1,
+            attention,
+            ln2,
+            fc,
+            out,
+        })
+    }
+
+    /// `x` `[B T, D]` and a causal mask `[T, T]` to `[B T, D]`.
+    pub(super) fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let x = (x + self.attention.forward(&self.ln1.forward(x)?, mask)?)?;
+        let expanded = gelu_tanh(&self.fc.forward(&self.ln2.forward(&x)?)?)?;
+        &x + self.out.forward(&expanded)?
+    }
+}
+
+/// A linear layer with GPT-2's initial values: a normal weight, a zero bias.
+fn linear(input: usize, output: usize, stdev: f64, vb: VarBuilder) -> Result<Linear> {
+    let weight = normal((output, input), stdev, &vb)?;
+    let bias = vb.get_with_hints(output, "bias", Init::Const(0.))?;
+    Ok(Linear::new(weight, Some(bias)))
+}

@@ -1,0 +1,23 @@
+//! Differentiable layers that `candle_nn` lacks, made of candle operations that have a backward pass.
+//!
+//! `Linear` and `Embedding` come from `candle_nn` as they are.
+//!
+//! Shapes use these letters: `B` sequences in the batch, `T` positions in a sequence, `D` width of the model, `H` heads,
+//! `E = D / H` width of a head, `V` size of the vocabulary, `..` any leading dimensions.
+//!
+//! 16-bit inputs (f16, bf16) are computed in f32 inside each layer and rounded once on the way out, as PyTorch does.
+
+mod causal_mask;
+mod causal_self_attention;
+mod cross_entropy;
+mod gelu;
+mod layer_norm;
+mod softmax;
+mod widen;
+
+pub use causal_mask::CausalMask;
+pub use causal_self_attention::{CausalSelfAttention, attention};
+pub use cross_entropy::cross_entropy;
+pub use gelu::gelu_tanh;
+pub use layer_norm::LayerNorm;
+pub use softmax::softmax;

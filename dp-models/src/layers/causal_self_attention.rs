@@ -1,0 +1,85 @@
+//! Multi-head causal self-attention.
+//!
+//! `B` sequences, `T` positions, `D` width, `H` heads, `E = D / H` width of a head.
+
+use candle_core::{Module, Result, Tensor, bail};
+use candle_nn::Linear;
+
+use super::softmax;
+
+/// Multi-head causal self-attention with one projection for queries, keys and values, as in GPT-2 (Vaswani et al.,
+/// arXiv 1706.03762, section 3.2).
+///
+/// The rows of the `qkv` weight are all queries, then all keys, then all values; within each, head after head.
+#[derive(Clone, Debug)]
+pub struct CausalSelfAttention {
+    qkv: Linear,
+    proj: Linear,
+    heads: usize,
+}
+
+impl CausalSelfAttention {
+    /// Attention through `qkv` (weight `[3 D, D]`) and the output projection `proj` (weight `[D, D]`).
+    ///
+    /// # Errors
+    ///
+    /// Weights of other shapes, or `heads` that do not divide `D`.
+    pub fn new(qkv: Linear, proj: Linear, heads: usize) -> Result<Self> {
+        let (width, width_in) = proj.weight().dims2()?;
+        if width != width_in || qkv.weight().dims() != [3 * width, width] {
+            bail!(
+                "attention needs qkv [3 D, D] and proj [D, D], got {:?} and {:?}",
+                qkv.weight().shape(),
+                proj.weight().shape()
+            )
+        }
+        if heads == 0 || !width.is_multiple_of(heads) {
+            bail!("attention of width {width} cannot be split into {heads} heads")
+        }
+        Ok(Self { qkv, proj, heads })
+    }
+
+    /// `x` `[B T, D]` and a [`CausalMask`](super::CausalMask) `[T, T]` to `[B T, D]`.
+    ///
+    /// `x` has two dimensions, because then a linear layer is one matrix product, without reshapes in the graph; each reshape
+    /// costs the backward pass an allocation and an addition.
+    ///
+    /// # Errors
+    ///
+    /// The rows of `x` are not a multiple of `T`, or shapes or dtypes do not fit.
+    pub fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let (rows, width) = x.dims2()?;
+        let len = mask.dim(0)?;
+        if len == 0 || !rows.is_multiple_of(len) {
+            bail!("attention got {rows} rows, which are not sequences of the mask's length {len}")
+        }
+        let qkv = self
+            .qkv
+            .forward(x)?
+            .reshape((rows / len, len, 3, self.heads, width / self.heads))?
+            .permute((2, 0, 3, 1, 4))?
+            // One copy puts all three into the layout [B, H, T, E] that candle's matmul asks for.
+            .contiguous()?;
+        attention(&qkv.get(0)?, &qkv.get(1)?, &qkv.get(2)?, mask)?
+            .transpose(1, 2)?
+            .reshape((rows, width))?
+            .apply(&self.proj)
+    }
+}
+
+/// Scaled dot-product attention, as `torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)`:
+///
+/// `softmax(q k^T / sqrt(E) + mask) v`.
+///
+/// `q`, `k`, `v` and the result are `[B, H, T, E]`, contiguous, of one float dtype; `mask` is `[T, T]` of the same dtype.
+///
+/// # Errors
+///
+/// Shapes or dtypes that do not fit.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let (_, _, _, head_width) = q.dims4()?;
+    // Scaling the queries is T / E times cheaper than scaling the scores.
+    let q = (q * (head_width as f64).powf(-0.5))?;
+    let scores = q.matmul(&k.t()?)?.broadcast_add(mask)?;
+    softmax(&scores)?.matmul(v)
+}

@@ -1,0 +1,56 @@
+//! Models a Candle user would train, and the differentiable layers that `candle_nn` lacks.
+//!
+//! A model here knows nothing of ranks. It takes its parameters from a `candle_nn::VarBuilder` and its batch as tensors,
+//! so the same model runs in one process, under data parallelism and under ZeRO.
+//!
+//! # One forward pass of the GPT
+//!
+//! 1. [`ByteTokens::batch`] cuts windows out of a text: inputs `[B, T]`, and targets, which are the inputs one byte later.
+//! 2. [`Gpt::loss`] checks them (length, token ids), looks up token embeddings and adds position embeddings.
+//! 3. Each block adds attention, then a multi-layer perceptron, to what it was given:
+//!    [`LayerNorm`] -> [`CausalSelfAttention`] (one `qkv` projection, one [`CausalMask`] shared by all blocks, [`softmax`])
+//!    -> add; [`LayerNorm`] -> linear -> [`gelu_tanh`] -> linear -> add.
+//! 4. A last [`LayerNorm`], and the head turns every position into `V` logits. The tied head is the token embedding itself.
+//! 5. [`cross_entropy`] is the mean over all positions of the batch, one scalar on which `backward()` is called.
+//!
+//! Every step is made of operations with a backward pass, so each parameter gets a gradient. Three fast `candle_nn`
+//! operations (its `LayerNorm` on contiguous input, `softmax_last_dim`, `rope`) have none, and are not used.
+//!
+//! # Example
+//!
+//! ```
+//! use candle_core::{DType, Device};
+//! use candle_nn::{VarBuilder, VarMap};
+//! use dp_models::{ByteTokens, Gpt, GptConfig};
+//!
+//! let device = Device::Cpu;
+//! let config = GptConfig { context: 8, ..GptConfig::mini() };
+//! let vars = VarMap::new();
+//! let gpt = Gpt::new(&config, VarBuilder::from_varmap(&vars, DType::F32, &device))?;
+//!
+//! let text = ByteTokens::from_bytes("the cat sat on the mat, the rat sat on the cat")?;
+//! let (inputs, targets) = text.batch(&[0, 11, 23], config.context, &device)?;
+//! let loss = gpt.loss(&inputs, &targets)?;
+//!
+//! // An untrained model is as good as guessing: the loss is near ln(256) = 5.55.
+//! assert!((loss.to_scalar::<f32>()? - 256f32.ln()).abs() < 0.5);
+//! let grads = loss.backward()?;
+//! assert!(vars.all_vars().iter().all(|var| grads.get(var).is_some()));
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+
+pub mod tokens;
+
+pub mod gpt;
+pub mod mlp;
+
+pub mod layers;
+
+mod ids;
+
+pub use gpt::{Gpt, GptConfig, Sampling};
+pub use layers::{
+    CausalMask, CausalSelfAttention, LayerNorm, attention, cross_entropy, gelu_tanh, softmax,
+};
+pub use mlp::{Activation, Mlp, MlpConfig};
+pub use tokens::ByteTokens;
