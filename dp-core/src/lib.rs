@@ -1,28 +1,82 @@
-//! wip
-pub mod bucket;
+//! Data parallel training for [Candle](candle_core).
+//!
+//! One training step, on every rank at the same time, in the order of the modules below:
+//!
+//! 1. A [`World`] runs the same closure on `N` ranks; each [`Rank`] has a [`Communicator`] to the others.
+//! 2. The model is built from unmodified candle_nn layers on a [`ParamStore`]. Its parameters carry gradient hooks.
+//! 3. A trainer ([`DistributedDataParallel`], or `ZeroOptimizer` of dp-zero) takes the store, gives all ranks rank 0's
+//!    values, and lays the gradients out in [buckets](bucket).
+//! 4. [`Trainer::backward`] runs Candle's backward. As each gradient appears, it is copied into its bucket; a full bucket
+//!    is reduced over the ranks while backward goes on.
+//! 5. [`Trainer::clip_grad_norm`] scales the gradients, if wanted.
+//! 6. [`Trainer::step`] waits for the reductions and updates the parameters in place, with an [`optim`] rule on flat
+//!    slices. What each rank updates, and how the others learn of it, is the [`Strategy`](strategy::Strategy).
+//!
+//! A whole program:
+//!
+//! ```
+//! use candle_core::{DType, Tensor};
+//! use candle_nn::Module;
+//! use dp_core::{DistributedDataParallel, ParamStore, Result, Sgd, Trainer, World};
+//!
+//! fn main() -> Result<()> {
+//!     World::threads(2)?.run(|rank| {
+//!         let store = ParamStore::new(rank.device()).with_seed(1);
+//!         let model = candle_nn::linear(2, 1, store.var_builder(DType::F32))?;
+//!         let mut trainer = DistributedDataParallel::new(store, rank.comm(), Sgd::new(0.1))?;
+//!         for step in 0..20 {
+//!             let x = Tensor::full((rank.rank() + step) as f32 * 0.1, (4, 2), rank.device())?;
+//!             let loss = (model.forward(&x)? - 1.0)?.sqr()?.mean_all()?;
+//!             trainer.backward(&loss)?;
+//!             trainer.step()?;
+//!         }
+//!         assert_eq!(trainer.num_steps(), 20);
+//!         Ok(())
+//!     })
+//! }
+//! ```
+
+mod world;
+
 pub mod buffer;
 pub mod comm;
-mod ddp;
-pub mod engine;
-mod error;
+
 mod init;
-pub mod memory;
-mod norm;
-pub mod optim;
 mod param;
+mod store;
+
+pub mod bucket;
 mod reducer;
 mod replica;
-mod store;
 pub mod strategy;
+
+pub mod optim;
+
+mod norm;
+
+mod ddp;
+pub mod engine;
 mod trainer;
-mod world;
+
+mod varmap_sync;
+
+mod metrics;
+mod sampler;
+
+mod error;
+pub mod memory;
+
 pub use bucket::{BucketCaps, BucketLayout};
 pub use buffer::{Buffer, Element};
 pub use comm::{Communicator, ReduceOp};
-pub use ddp::*;
-pub use engine::*;
+pub use ddp::{DdpConfig, DistributedDataParallel};
+pub use engine::StepReport;
 pub use error::{Error, Result};
-pub use optim::*;
-pub use store::*;
-pub use trainer::*;
-pub use world::*;
+pub use memory::{Ledger, LedgerSnapshot};
+pub use metrics::weighted_mean;
+pub use optim::{AdamW, Optimizer, ParamGroup, ParamGroups, Sgd};
+pub use sampler::{DistributedSampler, Remainder};
+pub use store::{Param, ParamKind, ParamStore};
+pub use trainer::{Accumulation, Trainer};
+pub use varmap_sync::VarMapSync;
+pub use world::{Backend, Rank, RankError, World, WorldError};

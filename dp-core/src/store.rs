@@ -42,6 +42,15 @@ pub struct Param {
 }
 
 impl Param {
+    /// A trained parameter that lives elsewhere than in a store.
+    pub(crate) fn trained(name: &str, tensor: &Tensor) -> Self {
+        Self {
+            name: name.into(),
+            tensor: tensor.clone(),
+            kind: ParamKind::Trained,
+        }
+    }
+
     /// The full name, e.g. `blocks.0.qkv.weight`.
     pub fn name(&self) -> &str {
         &self.name

@@ -299,7 +299,6 @@ impl Rank {
 }
 
 /// Why a [`World`] ended badly: the first failing rank's own error, then those of the others.
-#[derive(Debug)]
 pub struct WorldError {
     world_size: usize,
     failures: Vec<RankError>,
@@ -337,6 +336,13 @@ impl fmt::Display for WorldError {
             )?;
         }
         Ok(())
+    }
+}
+
+/// The message, so that `fn main() -> Result<(), E>` shows it as it is meant to be read.
+impl fmt::Debug for WorldError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

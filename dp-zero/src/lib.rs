@@ -1,1 +1,25 @@
+//! ZeRO for Candle: data parallelism without redundant copies of optimizer state and gradients.
+//!
+//! One step, on rank `r` of `N`, in the order of the modules:
+//!
+//! 1. Backward runs; dp-core's hooks copy each gradient into its bucket as it appears. A full bucket is
+//!    reduce-scattered while backward goes on: rank `r` receives the mean gradient of slice `r` of the bucket.
+//! 2. Stage 1 ([`ZeroStage::One`]) keeps the whole buckets until the next step. Stage 2 ([`ZeroStage::Two`]) keeps the
+//!    own slice only; two transient buffers serve all buckets.
+//! 3. `step` updates the elements of slice `r` of every bucket, with the only copy of their optimizer state.
+//! 4. An all-gather brings all slices to all ranks, and the parameters are whole again.
+//!
+//! The trainer is [`ZeroOptimizer`]; it is used through [`dp_core::Trainer`], as
+//! [`dp_core::DistributedDataParallel`] is. [`ModelStates`] predicts the bytes that each rank holds.
 
+mod zero1;
+mod zero2;
+
+mod gather;
+
+mod optimizer;
+
+mod estimate;
+
+pub use estimate::{BytesPerElement, ModelStates, Sharding, bytes_sent_per_step};
+pub use optimizer::{ZeroConfig, ZeroOptimizer, ZeroStage};

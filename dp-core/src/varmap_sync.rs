@@ -1,0 +1,148 @@
+//! The short way for existing programs: a `VarMap` and a candle_nn optimizer, made data parallel.
+
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, Var};
+use candle_nn::VarMap;
+
+use crate::buffer::{Buffer, with_element};
+use crate::comm::{Collective, Communicator, ReduceOp, Request};
+use crate::error::{Error, Result};
+use crate::memory::Ledger;
+use crate::param::with_values;
+use crate::replica::{ParamSpec, broadcast_values, check_replicas};
+use crate::store::Param;
+
+/// Keeps the `VarMap`s of all ranks alike: two lines in an existing training loop.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use candle_nn::{AdamW, Module, Optimizer, VarBuilder, VarMap};
+/// use dp_core::{VarMapSync, World};
+///
+/// fn main() -> candle_core::Result<()> {
+///     World::threads(2)?.run(|rank| -> candle_core::Result<()> {
+///         let varmap = VarMap::new();
+///         let vb = VarBuilder::from_varmap(&varmap, DType::F32, rank.device());
+///         let model = candle_nn::linear(3, 1, vb)?;
+///         let ddp = VarMapSync::new(&varmap, rank.comm())?; // first line: rank 0's values everywhere
+///         let mut optimizer = AdamW::new_lr(varmap.all_vars(), 1e-3)?;
+///
+///         let x = Tensor::full(rank.rank() as f32, (4, 3), rank.device())?;
+///         let loss = model.forward(&x)?.sqr()?.mean_all()?;
+///         let mut grads = loss.backward()?;
+///         ddp.all_reduce(&mut grads)?; // second line: the mean over the ranks
+///         optimizer.step(&grads)
+///     })
+/// }
+/// ```
+///
+/// Gradients are reduced after backward, not during it, and every rank keeps the whole optimizer state;
+/// [`DistributedDataParallel`](crate::DistributedDataParallel) and the ZeRO trainers do better.
+#[derive(Debug)]
+pub struct VarMapSync {
+    comm: Arc<dyn Communicator>,
+    /// In rank 0's order, by name.
+    vars: Vec<(String, Var)>,
+}
+
+impl VarMapSync {
+    /// Collective: checks that all ranks' maps hold the same variables, by name, and gives all of them rank 0's values.
+    ///
+    /// # Errors
+    /// [`Error::ReplicaMismatch`] on every rank if the maps differ; [`Error::Misuse`] on every rank if two ranks share a
+    /// variable (one map was built and handed to several ranks): each update would then be applied several times.
+    pub fn new(varmap: &VarMap, comm: Arc<dyn Communicator>) -> Result<Self> {
+        let mut vars: Vec<(String, Var)> = {
+            let data = varmap.data().lock().unwrap_or_else(|e| e.into_inner());
+            data.iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+        };
+        vars.sort_by(|a, b| a.0.cmp(&b.0));
+        let params: Vec<Param> = vars
+            .iter()
+            .map(|(name, var)| Param::trained(name, var.as_tensor()))
+            .collect();
+        let specs: Vec<ParamSpec> = params.iter().map(ParamSpec::of).collect();
+        check_replicas(&specs, comm.as_ref())?;
+        refuse_shared(&vars, comm.as_ref())?;
+        broadcast_values(&params, 0..params.len(), comm.as_ref(), &Ledger::new())?;
+        Ok(Self { comm, vars })
+    }
+
+    /// Replaces the gradients by their means over the ranks. A variable that only some ranks have used counts as zero on
+    /// the others; one that no rank has used stays without a gradient.
+    ///
+    /// # Errors
+    /// Those of the collectives; [`Error::UnsupportedDType`] off the CPU.
+    pub fn all_reduce(&self, grads: &mut GradStore) -> Result<()> {
+        let used = self.vars.iter().map(|(_, var)| u8::from(grads.get(var).is_some()));
+        let request = Request::new(Collective::AllReduce(ReduceOp::Max), "used variables");
+        let used = self.comm.start(request, Buffer::from_vec(used.collect::<Vec<u8>>()))?;
+        let used = used.wait()?;
+        let used = used.as_slice::<u8>()?;
+        let used_vars: Vec<_> = self.vars.iter().zip(used).filter(|(_, u)| **u != 0).collect();
+        // All are under way before the first is waited for.
+        let mut pending = Vec::with_capacity(used_vars.len());
+        for ((name, var), _) in &used_vars {
+            let label = format!("gradient of {name}");
+            let request = Request::new(Collective::AllReduce(ReduceOp::Mean), label);
+            pending.push(self.comm.start(request, gradient_of(name, var, grads)?)?);
+        }
+        for (((_, var), _), pending) in used_vars.into_iter().zip(pending) {
+            let mean = pending.wait()?;
+            let mean = with_element!(mean.dtype(), T => {
+                Tensor::from_vec(mean.into_vec::<T>()?, var.shape(), var.device())?
+            });
+            grads.insert(var, mean);
+        }
+        Ok(())
+    }
+}
+
+fn gradient_of(name: &str, var: &Var, grads: &GradStore) -> Result<Buffer> {
+    let dtype = var.dtype();
+    let Some(grad) = grads.get(var) else {
+        return Buffer::zeros(dtype, var.elem_count());
+    };
+    if grad.shape() != var.shape() || grad.dtype() != dtype {
+        let (got, expected) = ((grad.shape(), grad.dtype()), (var.shape(), dtype));
+        return Err(Error::parameter(name, format!("gradient is {got:?}, expected {expected:?}")));
+    }
+    let grad = grad.contiguous()?;
+    with_element!(dtype, T => with_values::<T, _>(&grad, |values| Buffer::from_vec(values.to_vec())))
+}
+
+/// Fails on every rank if two ranks hold the same memory.
+fn refuse_shared(vars: &[(String, Var)], comm: &dyn Communicator) -> Result<()> {
+    let process = i64::from(std::process::id());
+    let mut mine = Vec::with_capacity(vars.len() * 16);
+    for (_, var) in vars {
+        let address = match var.dtype() {
+            DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::U8 | DType::U32 | DType::I64 => {
+                with_element!(var.dtype(), T => with_values::<T, _>(var, |v| v.as_ptr() as i64))?
+            }
+            _ => 0,
+        };
+        let used = if var.elem_count() == 0 { 0 } else { address };
+        mine.extend_from_slice(&process.to_le_bytes());
+        mine.extend_from_slice(&used.to_le_bytes());
+    }
+    let all = comm.all_gather_bytes(&mine, "addresses of variables")?;
+    for (i, (name, _)) in vars.iter().enumerate() {
+        let places: Vec<&[u8]> = all.iter().map(|a| &a[16 * i..16 * (i + 1)]).collect();
+        for (b, place) in places.iter().enumerate() {
+            let shares = |other: &&[u8]| *other == *place && place[8..] != [0; 8];
+            if let Some(a) = places[..b].iter().position(|p| shares(&p)) {
+                return Err(Error::misuse(
+                    "VarMapSync::new",
+                    format!(
+                        "ranks {a} and {b} share the memory of variable `{name}`; build one VarMap inside the closure \
+                         of each rank"
+                    ),
+                ));
+            }
+        }
+    }
+    Ok(())
+}

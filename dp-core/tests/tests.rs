@@ -1,0 +1,3 @@
+//! Integration tests of dp-core.
+
+mod trainer_smoke;

@@ -1,0 +1,168 @@
+//! Bytes per rank, predicted: for a real bucket layout to the byte, for a parameter count by the paper's formulas.
+
+use dp_core::{BucketLayout, Param};
+use serde::Serialize;
+
+use crate::optimizer::ZeroStage;
+
+/// How model states are spread over the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sharding {
+    /// Everything on every rank.
+    Ddp,
+    /// Optimizer state sharded.
+    Zero1,
+    /// Optimizer state and gradients sharded.
+    Zero2,
+    /// Optimizer state, gradients and parameters sharded. Estimated only: no trainer here does it yet.
+    Zero3,
+}
+
+impl Sharding {
+    /// All of them, from most memory to least.
+    pub const ALL: [Sharding; 4] = [Self::Ddp, Self::Zero1, Self::Zero2, Self::Zero3];
+
+    /// `ddp`, `zero1`, `zero2`, `zero3`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ddp => "ddp",
+            Self::Zero1 => "zero1",
+            Self::Zero2 => "zero2",
+            Self::Zero3 => "zero3",
+        }
+    }
+}
+
+impl From<ZeroStage> for Sharding {
+    fn from(stage: ZeroStage) -> Self {
+        match stage {
+            ZeroStage::One => Self::Zero1,
+            ZeroStage::Two => Self::Zero2,
+        }
+    }
+}
+
+/// Bytes per parameter element before sharding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct BytesPerElement {
+    /// Of the parameter.
+    pub parameters: u64,
+    /// Of its gradient.
+    pub gradients: u64,
+    /// Of the optimizer state: moments, and the f32 master copy if there is one.
+    pub optimizer: u64,
+}
+
+impl BytesPerElement {
+    /// All in f32, with `num_states` numbers of optimizer state per element: 4 + 4 + 4 `num_states`; AdamW keeps 2.
+    pub const fn f32(num_states: u64) -> Self {
+        Self {
+            parameters: 4,
+            gradients: 4,
+            optimizer: 4 * num_states,
+        }
+    }
+
+    /// The paper's mixed precision with Adam: 2 + 2 + (4 master + 8 moments).
+    pub const MIXED_ADAM: Self = Self {
+        parameters: 2,
+        gradients: 2,
+        optimizer: 12,
+    };
+}
+
+/// Bytes of model states on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct ModelStates {
+    /// Parameters, frozen ones and buffers included.
+    pub parameters: u64,
+    /// Gradients.
+    pub gradients: u64,
+    /// Optimizer state.
+    pub optimizer: u64,
+}
+
+impl ModelStates {
+    /// The sum.
+    pub fn total(&self) -> u64 {
+        self.parameters + self.gradients + self.optimizer
+    }
+
+    /// What each rank holds of a model with `num_params` trained elements, by the formulas of arXiv 1910.02054,
+    /// section 5: sharded categories are divided by `world_size`, elements rounded up.
+    pub fn estimate(
+        num_params: u64,
+        world_size: u64,
+        sharding: Sharding,
+        bytes: BytesPerElement,
+    ) -> Self {
+        let shard = num_params.div_ceil(world_size.max(1));
+        let held = |sharded_from: Sharding| if sharding as u8 >= sharded_from as u8 { shard } else { num_params };
+        Self {
+            parameters: bytes.parameters * held(Sharding::Zero3),
+            gradients: bytes.gradients * held(Sharding::Zero2),
+            optimizer: bytes.optimizer * held(Sharding::Zero1),
+        }
+    }
+
+    /// What each rank's trainer holds for these parameters in this layout, in f32, padding included. `None` for
+    /// [`Sharding::Zero3`], which has no trainer.
+    pub fn of_layout(
+        layout: &BucketLayout,
+        params: &[Param],
+        sharding: Sharding,
+        num_states: usize,
+    ) -> Option<Self> {
+        let padded = layout.padded_len() as u64;
+        let shard = padded / layout.world_size() as u64;
+        let (gradients, optimizer) = match sharding {
+            Sharding::Ddp => (padded, padded),
+            Sharding::Zero1 => (padded, shard),
+            Sharding::Zero2 => (shard, shard),
+            Sharding::Zero3 => return None,
+        };
+        let bytes = |p: &Param| (p.num_elements() * p.tensor().dtype().size_in_bytes()) as u64;
+        Some(Self {
+            parameters: params.iter().map(bytes).sum(),
+            gradients: 4 * gradients,
+            optimizer: 4 * num_states as u64 * optimizer,
+        })
+    }
+}
+
+/// Bytes that `rank` sends in one step of one micro-batch, without clipping and buffers: for each bucket of `S` padded
+/// bytes `2 (N-1)/N S`, in all strategies alike (all-reduce, or reduce-scatter and all-gather), and an all-reduce of
+/// one byte per named tensor, which tells whether any rank has used it.
+pub fn bytes_sent_per_step(layout: &BucketLayout, num_named: usize, rank: usize) -> u64 {
+    let n = layout.world_size() as u64;
+    let padded = 4 * layout.padded_len() as u64;
+    let gradients_and_parameters = 2 * (n - 1) * (padded / n);
+    let (r, flags) = (rank as u64, num_named as u64);
+    // Slices of an all-reduce need not be equal: rank r reduces [r L/N, (r+1) L/N).
+    let own_flags = (r + 1) * flags / n - r * flags / n;
+    gradients_and_parameters + (flags - own_flags) + (n - 1) * own_flags
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figure_1_of_the_paper() {
+        // 7.5B parameters on 64 ranks: 120 GB, 31.4 GB, 16.6 GB, 1.9 GB.
+        let gb = |sharding| {
+            let states = ModelStates::estimate(7_500_000_000, 64, sharding, BytesPerElement::MIXED_ADAM);
+            (states.total() as f64 / 1e8).round() / 10.0
+        };
+        assert_eq!(Sharding::ALL.map(gb), [120.0, 31.4, 16.6, 1.9]);
+    }
+
+    #[test]
+    fn bytes_per_parameter_at_4_ranks_in_f32() {
+        let per_param = |sharding| {
+            ModelStates::estimate(4000, 4, sharding, BytesPerElement::f32(2)).total() / 4000
+        };
+        assert_eq!(Sharding::ALL.map(per_param), [16, 10, 7, 4]);
+    }
+}
