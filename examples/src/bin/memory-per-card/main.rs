@@ -1,0 +1,104 @@
+//! Trains the same GPT on real text with plain data parallelism, ZeRO-1 and ZeRO-2, and compares the memory per card.
+//!
+//! ```text
+//! cargo run --release                                   # 4 ranks, all strategies
+//! cargo run --release -- --ranks 2 --data my-text.txt   # other settings: --help
+//! ```
+//!
+//! Writes `report.html` and `report.json` to `target/memory-per-card` and exits non-zero if one of its checks fails.
+
+mod html;
+mod options;
+mod report;
+mod table;
+mod training;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::Parser;
+use dp_core::memory::CountingAllocator;
+use indicatif::{ProgressBar, ProgressStyle};
+use mimalloc::MiMalloc;
+
+use options::{Job, Options};
+use report::{Model, Report};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator<MiMalloc> = CountingAllocator::new(MiMalloc);
+
+fn main() -> ExitCode {
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .init();
+    let job = match Options::parse().into_job() {
+        Ok(job) => job,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            return ExitCode::from(2);
+        }
+    };
+    match run(&job) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs all strategies and writes the reports; true if all checks hold.
+fn run(job: &Job) -> anyhow::Result<bool> {
+    let options = &job.options;
+    let progress = ProgressBar::new((options.strategies.len() * options.steps) as u64);
+    progress.set_style(ProgressStyle::with_template(
+        "{bar:40} {pos}/{len} {msg} ETA {eta}",
+    )?);
+    progress.enable_steady_tick(Duration::from_millis(200));
+    let mut strategies = Vec::new();
+    for sharding in &options.strategies {
+        let strategy = training::train(job, *sharding, &progress)
+            .with_context(|| format!("strategy {}", sharding.name()))?;
+        progress.suspend(|| println!("{}", table::summary(&strategy)));
+        strategies.push(strategy);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        world_size: usize::from(options.ranks),
+        num_params: job.model.num_params(),
+        dtype: "f32",
+        seed: options.seed,
+        model: Model {
+            layers: options.layers,
+            width: options.width,
+            heads: options.heads,
+            context: options.context,
+            batch: options.batch,
+            text_bytes: job.text.len(),
+            bucket_kib: options.bucket_kib,
+        },
+        strategies,
+    };
+    table::print(&report);
+    let mut all_hold = true;
+    for (statement, holds) in report.checks() {
+        println!(
+            "{} {statement}",
+            if holds { "[ok]    " } else { "[FAILED]" }
+        );
+        all_hold &= holds;
+    }
+    let write = |name: &str, text: String| {
+        let path = options.out.join(name);
+        std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        println!("wrote {}", path.display());
+        anyhow::Ok(())
+    };
+    println!();
+    write("report.json", serde_json::to_string_pretty(&report)?)?;
+    write("report.html", html::page(&report))?;
+    Ok(all_hold)
+}

@@ -1,0 +1,132 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use dp_core::BucketCaps;
+use dp_models::{ByteTokens, GptConfig};
+use dp_zero::Sharding;
+
+/// Trains the same GPT with each strategy and compares the memory per card.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "memory-per-card", version, allow_negative_numbers = true)]
+pub struct Options {
+    /// Number of ranks (cards)
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub ranks: u16,
+    /// Strategies to run, in this order
+    #[arg(long, value_delimiter = ',', default_value = "ddp,zero1,zero2", value_parser = strategy)]
+    pub strategies: Vec<Sharding>,
+    /// Optimizer steps per strategy
+    #[arg(long, default_value_t = 40, value_parser = positive)]
+    pub steps: usize,
+    /// Sequences per rank and step
+    #[arg(long, default_value_t = 2, value_parser = positive)]
+    pub batch: usize,
+    /// Tokens per sequence
+    #[arg(long, default_value_t = 64, value_parser = positive)]
+    pub context: usize,
+    /// Blocks of the GPT
+    #[arg(long, default_value_t = 4, value_parser = positive)]
+    pub layers: usize,
+    /// Features per token
+    #[arg(long, default_value_t = 256, value_parser = positive)]
+    pub width: usize,
+    /// Attention heads; they divide the width
+    #[arg(long, default_value_t = 4, value_parser = positive)]
+    pub heads: usize,
+    /// Seed of the initial values and of the order of the data
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Text to train on; without it, the first book of Cicero's De finibus, which comes with the program
+    #[arg(long)]
+    pub data: Option<PathBuf>,
+    /// Folder for report.html and report.json
+    #[arg(long, default_value = "target/memory-per-card")]
+    pub out: PathBuf,
+    /// Size of the gradient buckets; zero2 holds up to two of them at a time
+    #[arg(long, default_value_t = 1024, value_parser = positive)]
+    pub bucket_kib: usize,
+    /// Learning rate of AdamW
+    #[arg(long, default_value_t = 1e-3)]
+    pub lr: f64,
+}
+
+/// Options that have been checked, and what they lead to.
+#[derive(Debug, Clone)]
+pub struct Job {
+    pub options: Options,
+    pub model: GptConfig,
+    pub text: ByteTokens,
+    pub bucket_caps: BucketCaps,
+}
+
+impl Options {
+    /// Checks what the parser cannot see, and loads the text. The error is one line for the user.
+    pub fn into_job(self) -> anyhow::Result<Job> {
+        let mut seen = Vec::new();
+        for strategy in &self.strategies {
+            anyhow::ensure!(
+                !seen.contains(strategy),
+                "--strategies: {} is there twice",
+                strategy.name()
+            );
+            seen.push(*strategy);
+        }
+        anyhow::ensure!(
+            self.lr.is_finite() && self.lr >= 0.0,
+            "--lr: {} is not finite and >= 0",
+            self.lr
+        );
+        let model = GptConfig {
+            vocab_size: ByteTokens::VOCAB_SIZE,
+            context: self.context,
+            width: self.width,
+            heads: self.heads,
+            layers: self.layers,
+            tied_head: true,
+        };
+        model
+            .validate()
+            .map_err(|e| anyhow::anyhow!("--width, --heads: {e}"))?;
+        let (flag, text) = match &self.data {
+            Some(path) => ("--data", ByteTokens::from_file(path)),
+            None => (
+                "the built-in text",
+                ByteTokens::from_bytes(lipsum::LIBER_PRIMUS),
+            ),
+        };
+        let text = text.map_err(|e| anyhow::anyhow!("{flag}: {e}"))?;
+        text.num_windows(self.context)
+            .map_err(|e| anyhow::anyhow!("{flag}, --context: {e}"))?;
+        let bytes = self.bucket_kib.checked_mul(1024);
+        let bytes = bytes
+            .ok_or_else(|| anyhow::anyhow!("--bucket-kib: {} is too large", self.bucket_kib))?;
+        let bucket_caps = BucketCaps::new(bytes)?;
+        std::fs::create_dir_all(&self.out)
+            .map_err(|e| anyhow::anyhow!("--out: cannot create {}: {e}", self.out.display()))?;
+        Ok(Job {
+            options: self,
+            model,
+            text,
+            bucket_caps,
+        })
+    }
+}
+
+fn strategy(name: &str) -> Result<Sharding, String> {
+    match name {
+        "ddp" => Ok(Sharding::Ddp),
+        "zero1" => Ok(Sharding::Zero1),
+        "zero2" => Ok(Sharding::Zero2),
+        _ => Err("expected ddp, zero1 or zero2".to_string()),
+    }
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(0) => Err("must be at least 1".to_string()),
+        Ok(value) => Ok(value),
+        Err(e) => Err(e.to_string()),
+    }
+}

@@ -1,0 +1,171 @@
+//! The report as text.
+
+use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use dp_zero::{BytesPerElement, ModelStates, Sharding};
+
+use crate::report::{Report, StrategyReport};
+
+/// Prints the whole report.
+pub fn print(report: &Report) {
+    println!(
+        "\nGPT with {} parameters in {} on {} ranks; {} steps of {} x {} tokens per rank; seed {}\n",
+        thousands(report.num_params as u64),
+        report.dtype,
+        report.world_size,
+        report.strategies.first().map_or(0, |s| s.losses.len()),
+        report.model.batch,
+        report.model.context,
+        report.seed
+    );
+    println!("Memory per card, MiB:");
+    println!("{}\n", memory_table(report));
+    println!("Training:");
+    println!("{}\n", training_table(report));
+    println!(
+        "Model states per card in mixed precision with Adam, GB (estimate; zero3 has no trainer yet):"
+    );
+    println!("{}\n", estimate_table());
+}
+
+fn memory_table(report: &Report) -> Table {
+    let mut table = new_table(&[
+        "strategy",
+        "rank",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "communic.",
+        "activ.+temp. peak",
+        "total peak",
+        "predicted states",
+        "bytes/param",
+        "saved",
+    ]);
+    let ddp = report.strategies.iter().find(|s| s.name == "ddp");
+    for strategy in &report.strategies {
+        for rank in &strategy.ranks {
+            let states = rank.model_states();
+            let saved = ddp.map_or("-".to_string(), |ddp| {
+                format!("{:.2} x", ddp.model_states() as f64 / states as f64)
+            });
+            add_row(
+                &mut table,
+                [
+                    strategy.name.to_string(),
+                    rank.rank.to_string(),
+                    mib(rank.parameters),
+                    mib(rank.gradients),
+                    mib(rank.optimizer),
+                    mib(rank.communication),
+                    mib(rank.activations_peak),
+                    mib(rank.peak),
+                    mib(rank.predicted.total()),
+                    format!("{:.2}", states as f64 / report.num_params as f64),
+                    saved,
+                ],
+            );
+        }
+    }
+    table
+}
+
+fn training_table(report: &Report) -> Table {
+    let mut table = new_table(&[
+        "strategy",
+        "first loss",
+        "last loss",
+        "tokens/s",
+        "bytes sent per rank and step",
+        "by formula",
+        "sha256 of the parameters",
+    ]);
+    for s in &report.strategies {
+        let loss = |l: Option<&f64>| l.map_or("-".to_string(), |l| format!("{l:.6}"));
+        add_row(
+            &mut table,
+            [
+                s.name.to_string(),
+                loss(s.losses.first()),
+                loss(s.losses.last()),
+                format!("{:.0}", s.tokens_per_second),
+                thousands(s.bytes_sent_per_step),
+                thousands(s.bytes_sent_predicted),
+                format!("{}...", &s.params_sha256[..16]),
+            ],
+        );
+    }
+    table
+}
+
+/// Parameter counts and card counts of the estimate.
+pub const ESTIMATED_PARAMS: [(&str, u64); 3] = [
+    ("1.5B", 1_500_000_000),
+    ("7.5B", 7_500_000_000),
+    ("70B", 70_000_000_000),
+];
+pub const ESTIMATED_RANKS: [u64; 3] = [4, 64, 1024];
+
+fn estimate_table() -> Table {
+    let mut header = vec!["parameters", "cards"];
+    header.extend(Sharding::ALL.map(Sharding::name));
+    let mut table = new_table(&header);
+    for (label, num_params) in ESTIMATED_PARAMS {
+        for ranks in ESTIMATED_RANKS {
+            let mut row = vec![label.to_string(), ranks.to_string()];
+            row.extend(Sharding::ALL.map(|s| gigabytes(num_params, ranks, s)));
+            add_row(&mut table, row);
+        }
+    }
+    table
+}
+
+/// Model states per card in units of 10^9 bytes, as the ZeRO paper gives them.
+pub fn gigabytes(num_params: u64, ranks: u64, sharding: Sharding) -> String {
+    let states = ModelStates::estimate(num_params, ranks, sharding, BytesPerElement::MIXED_ADAM);
+    let gigabytes = states.total() as f64 / 1e9;
+    let digits = if gigabytes < 1.0 { 3 } else { 1 };
+    format!("{gigabytes:.digits$}")
+}
+
+/// One line when a strategy is done.
+pub fn summary(strategy: &StrategyReport) -> String {
+    let (first, last) = (strategy.losses.first(), strategy.losses.last());
+    format!(
+        "{:6} loss {:.4} -> {:.4}, model states {} MiB per card, total peak {} MiB",
+        strategy.name,
+        first.unwrap_or(&f64::NAN),
+        last.unwrap_or(&f64::NAN),
+        mib(strategy.model_states()),
+        mib(strategy.peak()),
+    )
+}
+
+fn new_table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(UTF8_FULL_CONDENSED);
+    table.set_header(header.iter().map(|h| Cell::new(h)));
+    table
+}
+
+/// Numbers to the right, names to the left.
+fn add_row(table: &mut Table, row: impl IntoIterator<Item = String>) {
+    table.add_row(row.into_iter().map(|text| {
+        let number = text.starts_with(|c: char| c.is_ascii_digit());
+        let alignment = if number {
+            CellAlignment::Right
+        } else {
+            CellAlignment::Left
+        };
+        Cell::new(text).set_alignment(alignment)
+    }));
+}
+
+/// Bytes in MiB with two digits.
+pub fn mib(bytes: u64) -> String {
+    format!("{:.2}", bytes as f64 / f64::from(1 << 20))
+}
+
+/// `1234567` as `1,234,567`.
+pub fn thousands(value: u64) -> String {
+    indicatif::HumanCount(value).to_string()
+}

@@ -1,0 +1,3 @@
+//! What several example programs share.
+
+pub mod wines;
