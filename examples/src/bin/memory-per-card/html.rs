@@ -88,44 +88,32 @@ fn memory_bars(report: &Report) -> Markup {
     const BAR: f64 = 20.0;
     const ROW: f64 = 26.0;
     const GAP: f64 = 12.0;
-    let cards = report.strategies.iter().flat_map(|s| &s.ranks);
-    let sum = |r: &RankReport| PARTS.iter().map(|(_, _, bytes)| bytes(r)).sum::<u64>();
-    let longest = cards.map(|r| sum(r).max(r.peak)).max().unwrap_or(1).max(1);
-    let scale = (WIDTH - LABEL - 90.0) / longest as f64;
-    let rows = report
-        .strategies
-        .iter()
-        .map(|s| s.ranks.len())
-        .sum::<usize>() as f64;
-    let height = rows * ROW + report.strategies.len() as f64 * GAP;
-    let mut y = 0.0;
+    let length = |r: &RankReport| r.peak.max(PARTS.iter().map(|(_, _, bytes)| bytes(r)).sum());
+    let mut bars = Vec::new();
+    let mut height = 0.0;
+    for strategy in &report.strategies {
+        for rank in &strategy.ranks {
+            bars.push((strategy.name, rank, height));
+            height += ROW;
+        }
+        height += GAP;
+    }
+    let longest = bars.iter().map(|(_, rank, _)| length(rank)).max();
+    let scale = (WIDTH - LABEL - 90.0) / longest.unwrap_or(1).max(1) as f64;
+    let x = |bytes: u64| LABEL + bytes as f64 * scale;
     html! {
         svg.bars viewBox=(format!("0 0 {WIDTH} {height}")) role="img" aria-label="memory per card, stacked by category" {
-            @for strategy in &report.strategies {
-                @for rank in &strategy.ranks {
-                    text x=(LABEL - 8.0) y=(y + BAR * 0.72) text-anchor="end" { (strategy.name) " rank " (rank.rank) }
-                    (bar(rank, LABEL, y, BAR, scale))
-                    @let end = LABEL + rank.peak as f64 * scale;
-                    line.peak x1=(end) x2=(end) y1=(y - 2.0) y2=(y + BAR + 2.0) {}
-                    @let longer = LABEL + sum(rank).max(rank.peak) as f64 * scale;
-                    text x=(longer + 6.0) y=(y + BAR * 0.72) { (mib(rank.peak)) " MiB" }
-                    @let _ = y += ROW;
+            @for (name, rank, y) in bars {
+                text x=(LABEL - 8.0) y=(y + BAR * 0.72) text-anchor="end" { (name) " rank " (rank.rank) }
+                @for (i, (title, class, bytes)) in PARTS.iter().enumerate() {
+                    @let before = PARTS[..i].iter().map(|(_, _, bytes)| bytes(rank)).sum();
+                    rect.(*class) x=(x(before)) y=(y) width=(bytes(rank) as f64 * scale) height=(BAR) {
+                        title { (title) ": " (mib(bytes(rank))) " MiB" }
+                    }
                 }
-                @let _ = y += GAP;
+                line.peak x1=(x(rank.peak)) x2=(x(rank.peak)) y1=(y - 2.0) y2=(y + BAR + 2.0) {}
+                text x=(x(length(rank)) + 6.0) y=(y + BAR * 0.72) { (mib(rank.peak)) " MiB" }
             }
-        }
-    }
-}
-
-fn bar(rank: &RankReport, left: f64, y: f64, height: f64, scale: f64) -> Markup {
-    let mut x = left;
-    html! {
-        @for (title, class, bytes) in PARTS {
-            @let width = bytes(rank) as f64 * scale;
-            rect.(class) x=(x) y=(y) width=(width) height=(height) {
-                title { (title) ": " (mib(bytes(rank))) " MiB" }
-            }
-            @let _ = x += width;
         }
     }
 }
@@ -224,7 +212,7 @@ fn training_table(report: &Report) -> Markup {
                 td { (format!("{:.6}", s.losses.last().unwrap_or(&f64::NAN))) }
                 td { (format!("{:.0}", s.tokens_per_second)) }
                 td { (thousands(s.bytes_sent_per_step)) } td { (thousands(s.bytes_sent_predicted)) }
-                td { code { (s.params_sha256) } }
+                td title=(s.params_sha256) { code { (&s.params_sha256[..16]) "..." } }
             } } }
         } }
     }

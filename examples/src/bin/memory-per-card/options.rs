@@ -18,7 +18,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', default_value = "ddp,zero1,zero2", value_parser = strategy)]
     pub strategies: Vec<Sharding>,
     /// Optimizer steps per strategy
-    #[arg(long, default_value_t = 40, value_parser = positive)]
+    #[arg(long, default_value_t = 30, value_parser = positive)]
     pub steps: usize,
     /// Sequences per rank and step
     #[arg(long, default_value_t = 2, value_parser = positive)]
@@ -48,7 +48,7 @@ pub struct Options {
     #[arg(long, default_value_t = 1024, value_parser = positive)]
     pub bucket_kib: usize,
     /// Learning rate of AdamW
-    #[arg(long, default_value_t = 1e-3)]
+    #[arg(long, default_value_t = 5e-4)]
     pub lr: f64,
 }
 
@@ -84,7 +84,7 @@ impl Options {
             width: self.width,
             heads: self.heads,
             layers: self.layers,
-            tied_head: true,
+            tied_head: false,
         };
         model
             .validate()

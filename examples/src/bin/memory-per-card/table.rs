@@ -143,7 +143,7 @@ pub fn summary(strategy: &StrategyReport) -> String {
 fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED);
-    table.set_header(header.iter().map(|h| Cell::new(h)));
+    table.set_header(header.iter().map(Cell::new));
     table
 }
 
