@@ -44,10 +44,16 @@ impl BucketCaps {
     /// [`Error::InvalidArgument`] if either is 0.
     pub fn with_first(first: usize, rest: usize) -> Result<Self> {
         if first == 0 {
-            return Err(Error::invalid("first_bucket_cap", "a bucket holds at least one byte, got 0"));
+            return Err(Error::invalid(
+                "first_bucket_cap",
+                "a bucket holds at least one byte, got 0",
+            ));
         }
         if rest == 0 {
-            return Err(Error::invalid("bucket_cap", "a bucket holds at least one byte, got 0"));
+            return Err(Error::invalid(
+                "bucket_cap",
+                "a bucket holds at least one byte, got 0",
+            ));
         }
         Ok(Self { first, rest })
     }
@@ -142,7 +148,11 @@ impl BucketLayout {
             if param.kind() != ParamKind::Trained {
                 continue;
             }
-            let cap = if layout.buckets.is_empty() { caps.first } else { caps.rest };
+            let cap = if layout.buckets.is_empty() {
+                caps.first
+            } else {
+                caps.rest
+            };
             let mut start = slots.last().map_or(0, |s| s.range.end);
             let bytes = (start + param.num_elements()) * size_of::<f32>();
             if bytes > cap && !slots.is_empty() {

@@ -214,12 +214,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for dtypes that are no [`Element`].
-    pub fn reserved(
-        dtype: DType,
-        len: usize,
-        ledger: &Ledger,
-        category: Category,
-    ) -> Result<Self> {
+    pub fn reserved(dtype: DType, len: usize, ledger: &Ledger, category: Category) -> Result<Self> {
         let reservation = ledger.reserve(category, (len * dtype.size_in_bytes()) as u64);
         let mut buffer = Self::zeros(dtype, len)?;
         buffer.reservation = Some(reservation);
@@ -335,10 +330,7 @@ mod tests {
         b.as_mut_slice::<bf16>()?[1] = bf16::ONE;
         assert_eq!((b.dtype(), b.len()), (DType::BF16, 3));
         assert!(b.as_slice::<f32>().is_err());
-        assert_eq!(
-            b.into_vec::<bf16>()?,
-            [bf16::ZERO, bf16::ONE, bf16::ZERO]
-        );
+        assert_eq!(b.into_vec::<bf16>()?, [bf16::ZERO, bf16::ONE, bf16::ZERO]);
         assert!(Buffer::zeros(DType::F8E4M3, 1).is_err());
         Ok(())
     }

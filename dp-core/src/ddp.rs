@@ -84,12 +84,18 @@ impl<O: Optimizer> DistributedDataParallel<O> {
         optimizer: impl Into<ParamGroups<O>>,
         config: DdpConfig,
     ) -> Result<Self> {
-        let engine = Engine::new(store, comm, optimizer.into(), &config.engine, |layout, store, _| {
-            Ok(Box::new(Replicated {
-                lens: layout.buckets().iter().map(|b| b.padded_len).collect(),
-                gradients: FullBuckets::new(layout, store.ledger())?,
-            }))
-        })?;
+        let engine = Engine::new(
+            store,
+            comm,
+            optimizer.into(),
+            &config.engine,
+            |layout, store, _| {
+                Ok(Box::new(Replicated {
+                    lens: layout.buckets().iter().map(|b| b.padded_len).collect(),
+                    gradients: FullBuckets::new(layout, store.ledger())?,
+                }))
+            },
+        )?;
         Ok(Self { engine })
     }
 }

@@ -73,6 +73,8 @@ enum Window {
 pub struct Engine<O: Optimizer> {
     store: ParamStore,
     params: Arc<[Param]>,
+    /// Positions in `params` in rank 0's creation order, which all ranks share.
+    order: Vec<usize>,
     comm: Arc<dyn Communicator>,
     layout: Arc<BucketLayout>,
     strategy_name: &'static str,
@@ -102,14 +104,24 @@ impl<O: Optimizer> Engine<O> {
         comm: Arc<dyn Communicator>,
         groups: ParamGroups<O>,
         config: &EngineConfig,
-        strategy: impl FnOnce(&BucketLayout, &ParamStore, &dyn Communicator) -> Result<Box<dyn Strategy>>,
+        strategy: impl FnOnce(
+            &BucketLayout,
+            &ParamStore,
+            &dyn Communicator,
+        ) -> Result<Box<dyn Strategy>>,
     ) -> Result<Self> {
         groups.validate()?;
         let params: Arc<[Param]> = store.params().into();
-        check_trainable(&params)?;
         let specs: Vec<ParamSpec> = params.iter().map(ParamSpec::of).collect();
         let order = check_replicas(&specs, comm.as_ref())?;
-        broadcast_values(&params, order.iter().copied(), comm.as_ref(), store.ledger())?;
+        // After the comparison: then a dtype that only one rank cannot train is named on all of them.
+        check_trainable(&params)?;
+        broadcast_values(
+            &params,
+            order.iter().copied(),
+            comm.as_ref(),
+            store.ledger(),
+        )?;
         let unused_values = store.unused_initial_values();
         if !unused_values.is_empty() {
             tracing::warn!(names = ?unused_values, "the file of initial values has tensors that the model does not use");
@@ -120,7 +132,8 @@ impl<O: Optimizer> Engine<O> {
         let states = (0..layout.buckets().len())
             .map(|bucket| {
                 let len = strategy.owned(bucket).len();
-                let state = |_| Buffer::reserved(DType::F32, len, store.ledger(), Category::Optimizer);
+                let state =
+                    |_| Buffer::reserved(DType::F32, len, store.ledger(), Category::Optimizer);
                 (0..groups.num_states()).map(state).collect()
             })
             .collect::<Result<_>>()?;
@@ -135,6 +148,7 @@ impl<O: Optimizer> Engine<O> {
             Arc::clone(&comm),
             Arc::clone(&layout),
             Arc::clone(&params),
+            order.clone(),
             strategy,
         ));
         let sink: Weak<Reducer> = Arc::downgrade(&reducer);
@@ -144,6 +158,7 @@ impl<O: Optimizer> Engine<O> {
             param_steps: vec![0; params.len()],
             store,
             params,
+            order,
             comm,
             layout,
             strategy_name,
@@ -162,7 +177,10 @@ impl<O: Optimizer> Engine<O> {
     pub(crate) fn backward(&mut self, loss: &Tensor, num_before: usize, last: bool) -> Result<()> {
         if loss.elem_count() != 1 {
             let shape = loss.shape();
-            return Err(Error::invalid("loss", format!("must be one number, got shape {shape:?}")));
+            return Err(Error::invalid(
+                "loss",
+                format!("must be one number, got shape {shape:?}"),
+            ));
         }
         let expected = match num_before {
             0 => Window::Empty,
@@ -234,11 +252,17 @@ impl<O: Optimizer> Engine<O> {
 
     pub(crate) fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
         if !(max_norm.is_finite() && max_norm > 0.0) {
-            return Err(Error::invalid("max_norm", format!("{max_norm} is not finite and > 0")));
+            return Err(Error::invalid(
+                "max_norm",
+                format!("{max_norm} is not finite and > 0"),
+            ));
         }
         let done = self.require_complete_window("clip_grad_norm")?;
         if self.clipping.is_some() {
-            return Err(Error::misuse("clip_grad_norm", "the gradients are clipped already; call step"));
+            return Err(Error::misuse(
+                "clip_grad_norm",
+                "the gradients are clipped already; call step",
+            ));
         }
         self.reducer.settle(done)?;
         let num_buckets = self.layout.buckets().len();
@@ -255,8 +279,7 @@ impl<O: Optimizer> Engine<O> {
 
     pub(crate) fn step(&mut self) -> Result<StepReport> {
         let done = self.require_complete_window("step")?;
-        // Learning rates may have been changed since the last step.
-        self.groups.validate()?;
+        self.check_groups()?;
         let used = self.reducer.settle(done)?;
         let unused = self.unused_names(&used);
         let grad_scale = self.clipping.map_or(1.0, |(_, factor)| factor);
@@ -271,7 +294,12 @@ impl<O: Optimizer> Engine<O> {
             strategy.publish(&self.layout, &self.params, self.comm.as_ref())
         })?;
         let buffers = self.buffers.iter().copied();
-        broadcast_values(&self.params, buffers, self.comm.as_ref(), self.store.ledger())?;
+        broadcast_values(
+            &self.params,
+            buffers,
+            self.comm.as_ref(),
+            self.store.ledger(),
+        )?;
         self.reducer.reset_window();
         self.window = Window::Empty;
         self.steps += 1;
@@ -283,6 +311,25 @@ impl<O: Optimizer> Engine<O> {
             grad_norm: self.clipping.take().map(|(norm, _)| norm),
             unused,
         })
+    }
+
+    /// Hyper-parameters may have been changed since the last step.
+    fn check_groups(&self) -> Result<()> {
+        self.groups.validate()?;
+        let (needed, kept) = (
+            self.groups.num_states(),
+            self.states.first().map_or(usize::MAX, Vec::len),
+        );
+        if needed > kept {
+            return Err(Error::invalid(
+                "parameter groups",
+                format!(
+                    "{needed} numbers of optimizer state per element are needed now, but the trainer was created with \
+                     {kept}; an optimizer that keeps no state (momentum 0) cannot be given one later"
+                ),
+            ));
+        }
+        Ok(())
     }
 
     /// Updates the elements of `bucket` that this rank owns, in the parameters' own memory.
@@ -312,7 +359,13 @@ impl<O: Optimizer> Engine<O> {
             let grad = &gradient[segment.in_owned.clone()];
             with_values_mut::<f32, _>(self.params[index].tensor(), |values| {
                 let values = &mut values[segment.in_param.clone()];
-                optimizer.update(self.param_steps[index], values, grad, grad_scale, &mut state);
+                optimizer.update(
+                    self.param_steps[index],
+                    values,
+                    grad,
+                    grad_scale,
+                    &mut state,
+                );
             })?;
         }
         Ok(())
@@ -320,10 +373,12 @@ impl<O: Optimizer> Engine<O> {
 
     fn unused_names(&mut self, used: &[bool]) -> Vec<String> {
         let trained = |p: &Param| p.kind() == ParamKind::Trained && p.num_elements() > 0;
-        let params = self.params.iter().zip(used);
-        let unused: Vec<String> = params
-            .filter(|(p, used)| trained(p) && !**used)
-            .map(|(p, _)| p.name().to_string())
+        let unused = |i: &&usize| !used[**i] && trained(&self.params[**i]);
+        let unused: Vec<String> = self
+            .order
+            .iter()
+            .filter(unused)
+            .map(|i| self.params[*i].name().to_string())
             .collect();
         if !unused.is_empty() && !self.warned_unused && self.comm.rank() == 0 {
             self.warned_unused = true;

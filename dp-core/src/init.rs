@@ -40,14 +40,18 @@ pub(crate) fn initial_values(
 
 fn sample(seed: u64, name: &str, init: Init, shape: &Shape) -> Result<Vec<f32>> {
     let count = shape.elem_count();
-    let bad = |e: &dyn std::fmt::Display| Error::parameter(name, format!("initialisation {init:?}: {e}"));
+    let bad =
+        |e: &dyn std::fmt::Display| Error::parameter(name, format!("initialisation {init:?}: {e}"));
     let normal = |mean: f64, std: f64| -> Result<Vec<f32>> {
         let normal = Normal::new(mean as f32, std as f32).map_err(|e| bad(&e))?;
         Ok(normal.sample_iter(stream(seed, name)).take(count).collect())
     };
     let uniform = |low: f64, up: f64| -> Result<Vec<f32>> {
         let uniform = Uniform::new(low as f32, up as f32).map_err(|e| bad(&e))?;
-        Ok(uniform.sample_iter(stream(seed, name)).take(count).collect())
+        Ok(uniform
+            .sample_iter(stream(seed, name))
+            .take(count)
+            .collect())
     };
     match init {
         Init::Const(c) => Ok(vec![c as f32; count]),

@@ -36,6 +36,7 @@
 //! }
 //! ```
 
+mod candle_threads;
 mod world;
 
 pub mod buffer;

@@ -12,10 +12,15 @@ use crate::error::{Error, Result};
 /// [`Error::InvalidArgument`] on every rank if the weights add up to zero; those of the collectives.
 pub fn weighted_mean(comm: &dyn Communicator, sum: f64, weight: f64) -> Result<f64> {
     let request = Request::new(Collective::AllReduce(ReduceOp::Sum), "weighted mean");
-    let total = comm.start(request, Buffer::from_vec(vec![sum, weight]))?.wait()?;
+    let total = comm
+        .start(request, Buffer::from_vec(vec![sum, weight]))?
+        .wait()?;
     let total = total.as_slice::<f64>()?;
     if total[1] == 0.0 {
-        return Err(Error::invalid("weight", "the weights of all ranks add up to zero: there is nothing to average"));
+        return Err(Error::invalid(
+            "weight",
+            "the weights of all ranks add up to zero: there is nothing to average",
+        ));
     }
     Ok(total[0] / total[1])
 }

@@ -12,22 +12,26 @@ use crate::error::Result;
 
 /// `sqrt(sum of g^2)` over the slices of all ranks that `comm` joins; the slices of this rank only without one. NaN if
 /// an element is NaN, else infinity if one is infinite.
-pub(crate) fn global_l2_norm(
-    slices: &[&[f32]],
-    comm: Option<&dyn Communicator>,
-) -> Result<f64> {
+pub(crate) fn global_l2_norm(slices: &[&[f32]], comm: Option<&dyn Communicator>) -> Result<f64> {
     let mut max = slices.iter().fold(0f32, |m, s| max_abs(m, s));
     if let Some(comm) = comm {
         let request = Request::new(Collective::AllReduce(ReduceOp::Max), "greatest gradient");
         let buffer = comm.start(request, Buffer::from_vec(vec![max]))?.wait()?;
         max = buffer.as_slice::<f32>()?[0];
     }
-    let exponent = if max.is_finite() { exponent_above(max) } else { 0 };
+    let exponent = if max.is_finite() {
+        exponent_above(max)
+    } else {
+        0
+    };
     let mut sum: u128 = slices.iter().map(|s| sum_of_squares(s, exponent)).sum();
     if let Some(comm) = comm {
         // Four limbs of 32 bits: their sums over any number of ranks fit in i64.
         let limbs: Vec<i64> = (0..4).map(|i| (sum >> (32 * i)) as u32 as i64).collect();
-        let request = Request::new(Collective::AllReduce(ReduceOp::Sum), "squared gradient norm");
+        let request = Request::new(
+            Collective::AllReduce(ReduceOp::Sum),
+            "squared gradient norm",
+        );
         let limbs = comm.start(request, Buffer::from_vec(limbs))?.wait()?;
         let limbs = limbs.as_slice::<i64>()?.iter().enumerate();
         sum = limbs.map(|(i, limb)| (*limb as u128) << (32 * i)).sum();
@@ -104,7 +108,9 @@ mod tests {
 
     #[test]
     fn order_and_grouping_do_not_change_a_bit() {
-        let mut x: Vec<f32> = (0..10_000).map(|i| ((i * 7919) as f32).sin() * 1e-3).collect();
+        let mut x: Vec<f32> = (0..10_000)
+            .map(|i| ((i * 7919) as f32).sin() * 1e-3)
+            .collect();
         x[17] = 1e4;
         let whole = norm(&[&x]);
         let (a, b) = x.split_at(3_333);

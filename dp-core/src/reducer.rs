@@ -26,6 +26,8 @@ struct State {
     comm: Arc<dyn Communicator>,
     layout: Arc<BucketLayout>,
     params: Arc<[Param]>,
+    /// Positions in `params` in the order that all ranks share: what ranks send each other per parameter goes in it.
+    order: Vec<usize>,
     strategy: Box<dyn Strategy>,
     /// Some while backward runs: whether its gradients are reduced, and the divisor of their sum.
     running: Option<Run>,
@@ -68,6 +70,7 @@ impl Reducer {
         comm: Arc<dyn Communicator>,
         layout: Arc<BucketLayout>,
         params: Arc<[Param]>,
+        order: Vec<usize>,
         strategy: Box<dyn Strategy>,
     ) -> Self {
         let (num_params, num_buckets) = (params.len(), layout.buckets().len());
@@ -75,6 +78,7 @@ impl Reducer {
             comm,
             layout,
             params,
+            order,
             strategy,
             running: None,
             hook_error: None,
@@ -130,13 +134,17 @@ impl Reducer {
         while state.collect_oldest()? {}
         if let Some(flags) = state.used_flags.take() {
             let flags = flags.wait()?;
-            let flags = flags.as_slice::<u8>()?.iter().map(|f| *f != 0);
-            state.used = flags.collect();
+            let State { order, used, .. } = &mut *state;
+            for (&param_idx, flag) in order.iter().zip(flags.as_slice::<u8>()?) {
+                used[param_idx] = *flag != 0;
+            }
             if state.strategy.reduces_every_micro_batch() && num_micro_batches > 1 {
                 // The ranks' sums were divided by N each time; the number of micro-batches is known only now.
                 for bucket in 0..state.layout.buckets().len() {
                     let gradient = state.strategy.gradient_mut(bucket)?;
-                    gradient.iter_mut().for_each(|g| *g /= num_micro_batches as f32);
+                    gradient
+                        .iter_mut()
+                        .for_each(|g| *g /= num_micro_batches as f32);
                 }
             }
         }
@@ -222,7 +230,10 @@ impl State {
         let expected = params[param_idx].tensor().shape();
         if grad.shape() != expected {
             let got = grad.shape();
-            return Err(Error::parameter(name, format!("gradient of shape {got:?}, expected {expected:?}")));
+            return Err(Error::parameter(
+                name,
+                format!("gradient of shape {got:?}, expected {expected:?}"),
+            ));
         }
         let out = &mut self.strategy.buffer(bucket)?.as_mut_slice::<f32>()?[range];
         read_values(grad, out, written)?;
@@ -256,7 +267,8 @@ impl State {
         let buffer = self.strategy.take(index)?;
         let collective = self.strategy.reduction(ReduceOp::Scaled { divisor });
         let request = Request::new(collective, Arc::clone(&bucket.label));
-        self.in_flight.push_back((index, self.comm.start(request, buffer)?));
+        self.in_flight
+            .push_back((index, self.comm.start(request, buffer)?));
         self.next_launch += 1;
         Ok(())
     }
@@ -266,7 +278,10 @@ impl State {
     fn make_room(&mut self, bucket: usize) -> Result<()> {
         while !self.strategy.has_room(bucket) {
             if !self.collect_oldest()? {
-                tracing::debug!(bucket, "gradients appear out of bucket order: one more bucket is open");
+                tracing::debug!(
+                    bucket,
+                    "gradients appear out of bucket order: one more bucket is open"
+                );
                 break;
             }
         }
@@ -293,7 +308,7 @@ impl State {
     }
 
     fn start_used_flags(&mut self) -> Result<()> {
-        let flags: Vec<u8> = self.used.iter().map(|u| u8::from(*u)).collect();
+        let flags: Vec<u8> = self.order.iter().map(|i| u8::from(self.used[*i])).collect();
         let request = Request::new(Collective::AllReduce(ReduceOp::Max), "used parameters");
         self.used_flags = Some(self.comm.start(request, Buffer::from_vec(flags))?);
         Ok(())

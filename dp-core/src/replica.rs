@@ -66,7 +66,9 @@ pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Res
         }
     }
     for (rank, specs) in all.iter().enumerate() {
-        let extra = specs.iter().find(|s| !reference.iter().any(|r| r.name == s.name));
+        let extra = specs
+            .iter()
+            .find(|s| !reference.iter().any(|r| r.name == s.name));
         if let Some(extra) = extra {
             return Err(Error::ReplicaMismatch {
                 parameter: extra.name.clone(),

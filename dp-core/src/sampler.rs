@@ -1,7 +1,7 @@
 //! Which samples each rank sees: `torch.utils.data.DistributedSampler`.
 
-use rand::seq::SliceRandom;
 use rand::SeedableRng;
+use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
 use crate::error::{Error, Result};
@@ -55,7 +55,10 @@ impl DistributedSampler {
             return Err(Error::invalid("dataset", "it has no samples"));
         }
         if rank >= world_size {
-            return Err(Error::invalid("rank", format!("{rank} is not below the world size {world_size}")));
+            return Err(Error::invalid(
+                "rank",
+                format!("{rank} is not below the world size {world_size}"),
+            ));
         }
         Ok(Self {
             len,
@@ -99,6 +102,8 @@ impl DistributedSampler {
         }
         let position = |i: usize| self.rank + i * self.world_size;
         // Beyond the end the order begins again: that is the padding, also where it is longer than the dataset.
-        (0..self.num_samples()).map(|i| order[position(i) % self.len]).collect()
+        (0..self.num_samples())
+            .map(|i| order[position(i) % self.len])
+            .collect()
     }
 }

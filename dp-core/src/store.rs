@@ -94,7 +94,10 @@ impl Param {
             return Ok(());
         }
         let own = self.num_elements();
-        let message = format!("elements {range:?} of {own} in `{}`, with {len} values", self.name);
+        let message = format!(
+            "elements {range:?} of {own} in `{}`, with {len} values",
+            self.name
+        );
         Err(Error::invalid("range", message))
     }
 
@@ -306,7 +309,11 @@ impl ParamStore {
         for param in &params {
             hash.update(param.name.as_bytes());
             hash.update([0]);
-            hash.update(format!("{:?} {:?}\n", param.tensor.dims(), param.tensor.dtype()));
+            hash.update(format!(
+                "{:?} {:?}\n",
+                param.tensor.dims(),
+                param.tensor.dtype()
+            ));
             hash.update(little_endian_bytes(&param.tensor)?);
         }
         let digest = hash.finalize();
@@ -343,7 +350,10 @@ pub(crate) fn little_endian_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     let (start, end) = layout.contiguous_offsets().unwrap_or((0, 0));
     macro_rules! bytes {
         ($v:expr) => {
-            $v[start..end].iter().flat_map(|x| x.to_le_bytes()).collect()
+            $v[start..end]
+                .iter()
+                .flat_map(|x| x.to_le_bytes())
+                .collect()
         };
     }
     match &*storage {
@@ -437,7 +447,10 @@ impl InitialValues {
         if tensor.shape() != shape {
             return Err(Error::parameter(
                 name,
-                format!("has shape {:?} in {file}, but {shape:?} in the model", tensor.shape()),
+                format!(
+                    "has shape {:?} in {file}, but {shape:?} in the model",
+                    tensor.shape()
+                ),
             ));
         }
         self.used.lock().insert(name.to_string());
@@ -478,6 +491,10 @@ impl SimpleBackend for Backend {
     fn contains_tensor(&self, name: &str) -> bool {
         let known = self.0.params.lock().index.contains_key(name);
         let settings = self.0.settings.lock();
-        known || settings.initial.as_ref().is_some_and(|i| i.tensors.get(name).is_ok())
+        known
+            || settings
+                .initial
+                .as_ref()
+                .is_some_and(|i| i.tensors.get(name).is_ok())
     }
 }

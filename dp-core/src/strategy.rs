@@ -101,7 +101,11 @@ impl FullBuckets {
             let dtype = candle_core::DType::F32;
             Buffer::reserved(dtype, bucket.padded_len, ledger, category).map(Some)
         };
-        let buffers = layout.buckets().iter().map(allocate).collect::<Result<_>>()?;
+        let buffers = layout
+            .buckets()
+            .iter()
+            .map(allocate)
+            .collect::<Result<_>>()?;
         Ok(Self { buffers })
     }
 

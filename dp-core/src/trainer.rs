@@ -39,7 +39,10 @@ pub trait Trainer {
     /// [`Error::InvalidArgument`] for 0; [`Error::Misuse`] if gradients wait for `step`.
     fn accumulate(&mut self, num_micro_batches: usize) -> Result<Accumulation<'_, Self>> {
         if num_micro_batches == 0 {
-            return Err(Error::invalid("num_micro_batches", "a step needs at least one micro-batch, got 0"));
+            return Err(Error::invalid(
+                "num_micro_batches",
+                "a step needs at least one micro-batch, got 0",
+            ));
         }
         self.engine().require_empty_window("accumulate")?;
         Ok(Accumulation {

@@ -56,7 +56,9 @@ impl VarMapSync {
     pub fn new(varmap: &VarMap, comm: Arc<dyn Communicator>) -> Result<Self> {
         let mut vars: Vec<(String, Var)> = {
             let data = varmap.data().lock().unwrap_or_else(|e| e.into_inner());
-            data.iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+            data.iter()
+                .map(|(name, var)| (name.clone(), var.clone()))
+                .collect()
         };
         vars.sort_by(|a, b| a.0.cmp(&b.0));
         let params: Vec<Param> = vars
@@ -76,12 +78,22 @@ impl VarMapSync {
     /// # Errors
     /// Those of the collectives; [`Error::UnsupportedDType`] off the CPU.
     pub fn all_reduce(&self, grads: &mut GradStore) -> Result<()> {
-        let used = self.vars.iter().map(|(_, var)| u8::from(grads.get(var).is_some()));
+        let used = self
+            .vars
+            .iter()
+            .map(|(_, var)| u8::from(grads.get(var).is_some()));
         let request = Request::new(Collective::AllReduce(ReduceOp::Max), "used variables");
-        let used = self.comm.start(request, Buffer::from_vec(used.collect::<Vec<u8>>()))?;
+        let used = self
+            .comm
+            .start(request, Buffer::from_vec(used.collect::<Vec<u8>>()))?;
         let used = used.wait()?;
         let used = used.as_slice::<u8>()?;
-        let used_vars: Vec<_> = self.vars.iter().zip(used).filter(|(_, u)| **u != 0).collect();
+        let used_vars: Vec<_> = self
+            .vars
+            .iter()
+            .zip(used)
+            .filter(|(_, u)| **u != 0)
+            .collect();
         // All are under way before the first is waited for.
         let mut pending = Vec::with_capacity(used_vars.len());
         for ((name, var), _) in &used_vars {
@@ -107,7 +119,10 @@ fn gradient_of(name: &str, var: &Var, grads: &GradStore) -> Result<Buffer> {
     };
     if grad.shape() != var.shape() || grad.dtype() != dtype {
         let (got, expected) = ((grad.shape(), grad.dtype()), (var.shape(), dtype));
-        return Err(Error::parameter(name, format!("gradient is {got:?}, expected {expected:?}")));
+        return Err(Error::parameter(
+            name,
+            format!("gradient is {got:?}, expected {expected:?}"),
+        ));
     }
     let grad = grad.contiguous()?;
     with_element!(dtype, T => with_values::<T, _>(&grad, |values| Buffer::from_vec(values.to_vec())))
@@ -119,7 +134,13 @@ fn refuse_shared(vars: &[(String, Var)], comm: &dyn Communicator) -> Result<()> 
     let mut mine = Vec::with_capacity(vars.len() * 16);
     for (_, var) in vars {
         let address = match var.dtype() {
-            DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::U8 | DType::U32 | DType::I64 => {
+            DType::F32
+            | DType::F64
+            | DType::F16
+            | DType::BF16
+            | DType::U8
+            | DType::U32
+            | DType::I64 => {
                 with_element!(var.dtype(), T => with_values::<T, _>(var, |v| v.as_ptr() as i64))?
             }
             _ => 0,
@@ -133,7 +154,7 @@ fn refuse_shared(vars: &[(String, Var)], comm: &dyn Communicator) -> Result<()> 
         let places: Vec<&[u8]> = all.iter().map(|a| &a[16 * i..16 * (i + 1)]).collect();
         for (b, place) in places.iter().enumerate() {
             let shares = |other: &&[u8]| *other == *place && place[8..] != [0; 8];
-            if let Some(a) = places[..b].iter().position(|p| shares(&p)) {
+            if let Some(a) = places[..b].iter().position(shares) {
                 return Err(Error::misuse(
                     "VarMapSync::new",
                     format!(

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use candle_core::Device;
 
+use crate::candle_threads;
 use crate::comm::{Communicator, GroupControl, naive_group, shared_group};
 use crate::error::{Error, Result};
 use crate::memory::set_thread_rank;
@@ -48,36 +49,47 @@ pub struct World {
     backend: Backend,
 }
 
-/// Variables by which launchers tell a process its world size.
-const WORLD_SIZE_VARIABLES: [&str; 3] = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
+/// Variables by which launchers tell a process its world size: torchrun, Open MPI, MPICH, Slurm's srun. (Slurm's
+/// `SLURM_NTASKS` is also set in a plain allocation, where one process runs.)
+const WORLD_SIZE_VARIABLES: [&str; 4] = [
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+];
 
 impl World {
     /// `world_size` ranks as threads of this process.
     ///
-    /// Threads per rank: the cores divided by the ranks, at least one. Candle takes its thread count from
-    /// `RAYON_NUM_THREADS` or the cores; each rank runs in a thread pool of its own, so that N ranks do not use N
-    /// times the cores.
+    /// Threads per rank: `RAYON_NUM_THREADS` if set, else the cores divided by the ranks, at least one. Each rank runs in
+    /// a thread pool of its own. Candle takes its number of threads from `RAYON_NUM_THREADS`, too, at any time; where it
+    /// is not set, it is set here, if the process has no other threads yet.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for 0 ranks.
     pub fn threads(world_size: usize) -> Result<Self> {
         if world_size == 0 {
-            return Err(Error::invalid("world_size", "a world has at least one rank"));
+            return Err(Error::invalid(
+                "world_size",
+                "a world has at least one rank",
+            ));
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Ok(Self {
+        let fair_share = (cores / world_size).max(1);
+        let world = Self {
             world_size,
             timeout: Duration::from_secs(60),
-            threads_per_rank: (cores / world_size).max(1),
+            threads_per_rank: 1,
             stack_size: 256 << 20,
             backend: Backend::default(),
-        })
+        };
+        Ok(world.with_threads_per_rank(candle_threads::requested().unwrap_or(fair_share)))
     }
 
     /// The world that a launcher describes in the environment, or `world_size` threads where there is no launcher.
     ///
     /// # Errors
-    /// [`Error::Environment`] if a launcher (torchrun, mpirun) has started several processes: this version runs
+    /// [`Error::Environment`] if a launcher (torchrun, mpirun, srun) has started several processes: this version runs
     /// ranks as threads only, and would otherwise train that many separate models. [`Error::InvalidArgument`] for 0.
     pub fn from_env_or_threads(world_size: usize) -> Result<Self> {
         for variable in WORLD_SIZE_VARIABLES {
@@ -118,6 +130,7 @@ impl World {
     #[must_use]
     pub fn with_threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = threads.max(1);
+        candle_threads::announce(self.threads_per_rank);
         self
     }
 

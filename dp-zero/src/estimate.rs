@@ -98,7 +98,13 @@ impl ModelStates {
         bytes: BytesPerElement,
     ) -> Self {
         let shard = num_params.div_ceil(world_size.max(1));
-        let held = |sharded_from: Sharding| if sharding as u8 >= sharded_from as u8 { shard } else { num_params };
+        let held = |sharded_from: Sharding| {
+            if sharding as u8 >= sharded_from as u8 {
+                shard
+            } else {
+                num_params
+            }
+        };
         Self {
             parameters: bytes.parameters * held(Sharding::Zero3),
             gradients: bytes.gradients * held(Sharding::Zero2),
@@ -152,7 +158,8 @@ mod tests {
     fn figure_1_of_the_paper() {
         // 7.5B parameters on 64 ranks: 120 GB, 31.4 GB, 16.6 GB, 1.9 GB.
         let gb = |sharding| {
-            let states = ModelStates::estimate(7_500_000_000, 64, sharding, BytesPerElement::MIXED_ADAM);
+            let states =
+                ModelStates::estimate(7_500_000_000, 64, sharding, BytesPerElement::MIXED_ADAM);
             (states.total() as f64 / 1e8).round() / 10.0
         };
         assert_eq!(Sharding::ALL.map(gb), [120.0, 31.4, 16.6, 1.9]);

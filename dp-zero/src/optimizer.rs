@@ -93,12 +93,18 @@ impl<O: Optimizer> ZeroOptimizer<O> {
         config: ZeroConfig,
     ) -> Result<Self> {
         let stage = config.stage;
-        let engine = Engine::new(store, comm, optimizer.into(), &config.engine, |layout, store, comm| {
-            Ok(match stage {
-                ZeroStage::One => Box::new(Zero1::new(layout, store.ledger(), comm.rank())?),
-                ZeroStage::Two => Box::new(Zero2::new(layout, store.ledger(), comm.rank())?),
-            })
-        })?;
+        let engine = Engine::new(
+            store,
+            comm,
+            optimizer.into(),
+            &config.engine,
+            |layout, store, comm| {
+                Ok(match stage {
+                    ZeroStage::One => Box::new(Zero1::new(layout, store.ledger(), comm.rank())?),
+                    ZeroStage::Two => Box::new(Zero2::new(layout, store.ledger(), comm.rank())?),
+                })
+            },
+        )?;
         Ok(Self { engine })
     }
 }

@@ -34,7 +34,8 @@ struct TransientBuffers {
 impl Zero2 {
     pub(crate) fn new(layout: &BucketLayout, ledger: &Ledger, rank: usize) -> Result<Self> {
         let slices = own_slices(layout, rank);
-        let shard = |s: &Range<usize>| Buffer::reserved(DType::F32, s.len(), ledger, Category::Gradients);
+        let shard =
+            |s: &Range<usize>| Buffer::reserved(DType::F32, s.len(), ledger, Category::Gradients);
         Ok(Self {
             shards: slices.iter().map(shard).collect::<Result<_>>()?,
             slices,

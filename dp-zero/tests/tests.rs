@@ -1,1 +1,17 @@
-//! Integration tests of dp-zero.
+//! Integration tests of dp-zero: one binary, a module per topic. World sizes are written in the tests, every test that
+//! runs ranks has a hang guard.
+
+/// Shared vocabulary: guarded ranks, a trainer of any strategy, a model with every kind of parameter.
+mod support;
+
+/// Data parallelism, stage 1 and stage 2 give the same bits, and W ranks are one rank on the joined batch.
+mod parity;
+
+/// Probe parameters with exact values, in every strategy.
+mod cases;
+
+/// What goes wrong or late in the middle of backward.
+mod backward;
+
+/// Bytes held and bytes sent: counted against predicted.
+mod memory;

@@ -138,8 +138,12 @@ impl Request {
             })
         };
         match self.collective {
-            Collective::ReduceScatter(_) | Collective::AllGather if len % world_size != 0 => {
-                return fail(format!("the length must be a multiple of the {world_size} ranks; pad it"));
+            Collective::ReduceScatter(_) | Collective::AllGather
+                if !len.is_multiple_of(world_size) =>
+            {
+                return fail(format!(
+                    "the length must be a multiple of the {world_size} ranks; pad it"
+                ));
             }
             Collective::Broadcast { root } if root >= world_size => {
                 return fail(format!("the root must be below the {world_size} ranks"));
@@ -148,7 +152,9 @@ impl Request {
         }
         if let Collective::AllReduce(op) | Collective::ReduceScatter(op) = self.collective {
             if dtype.is_int() && matches!(op, ReduceOp::Mean | ReduceOp::Scaled { .. }) {
-                return fail("an average of integers is not an integer; use sum, or floats".to_string());
+                return fail(
+                    "an average of integers is not an integer; use sum, or floats".to_string(),
+                );
             }
             if let ReduceOp::Scaled { divisor } = op
                 && !(divisor.is_finite() && divisor > 0.0)
@@ -242,12 +248,19 @@ impl dyn Communicator + '_ {
         lengths[rank] = mine.len() as i64;
         let request = Request::new(Collective::AllGather, format!("{label}: lengths"));
         let lengths = self.start(request, Buffer::from_vec(lengths))?.wait()?;
-        let lengths: Vec<usize> = lengths.as_slice::<i64>()?.iter().map(|l| *l as usize).collect();
+        let lengths: Vec<usize> = lengths
+            .as_slice::<i64>()?
+            .iter()
+            .map(|l| *l as usize)
+            .collect();
         let slot = lengths.iter().copied().max().unwrap_or(0);
         let mut all = vec![0u8; slot * n];
         all[rank * slot..][..mine.len()].copy_from_slice(mine);
         let all = self
-            .start(Request::new(Collective::AllGather, label), Buffer::from_vec(all))?
+            .start(
+                Request::new(Collective::AllGather, label),
+                Buffer::from_vec(all),
+            )?
             .wait()?;
         let all = all.as_slice::<u8>()?;
         Ok(lengths
@@ -287,7 +300,9 @@ impl Pending {
 
 impl fmt::Debug for Pending {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pending").field("done", &self.is_done()).finish()
+        f.debug_struct("Pending")
+            .field("done", &self.is_done())
+            .finish()
     }
 }
 

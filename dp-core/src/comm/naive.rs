@@ -20,7 +20,11 @@ pub(crate) fn naive_group(
     world_size: usize,
     timeout: Duration,
 ) -> (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>) {
-    let meeting = Arc::new(Rendezvous::<Copies>::new(world_size, timeout, Duration::ZERO));
+    let meeting = Arc::new(Rendezvous::<Copies>::new(
+        world_size,
+        timeout,
+        Duration::ZERO,
+    ));
     let comms = (0..world_size)
         .map(|rank| {
             Arc::new(NaiveComm {
@@ -66,8 +70,10 @@ impl Communicator for NaiveComm {
         request.validate(dtype, len, n)?;
         let collective = request.collective;
         self.traffic.called(collective);
-        self.traffic
-            .sent(collective, self.bytes_by_formula(collective, dtype.size_in_bytes(), len));
+        self.traffic.sent(
+            collective,
+            self.bytes_by_formula(collective, dtype.size_in_bytes(), len),
+        );
         let copy = with_element!(dtype, T => Buffer::from_vec(buffer.as_slice::<T>()?.to_vec()));
         let slot = self.meeting.join(
             self.rank,

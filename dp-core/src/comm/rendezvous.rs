@@ -130,7 +130,9 @@ impl<P> Rendezvous<P> {
                 payload: make(),
                 ready: AtomicBool::new(false),
             };
-            state.open.push_back((Arc::new(slot), vec![false; self.world_size]));
+            state
+                .open
+                .push_back((Arc::new(slot), vec![false; self.world_size]));
         }
         let (slot, joined) = &mut state.open[index];
         if slot.request != request || slot.dtype != dtype || slot.len != len {
@@ -206,7 +208,7 @@ impl<P> Rendezvous<P> {
                 missing_in(&state, slot.seq)
             };
             if let Some(&left) = missing.iter().find(|r| state.left[**r]) {
-                state.told[rank] = true;
+                // The other rank did not fail, so this is this rank's own failure.
                 return Err(Error::RankLeft {
                     rank,
                     left,

@@ -14,8 +14,8 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use candle_core::DType;
@@ -41,7 +41,9 @@ pub(crate) fn shared_group(
 ) -> (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>) {
     let group = Arc::new(Group {
         meeting: Rendezvous::new(world_size, timeout, spin),
-        traffic: (0..world_size).map(|_| TrafficCounters::default()).collect(),
+        traffic: (0..world_size)
+            .map(|_| TrafficCounters::default())
+            .collect(),
     });
     let comms = (0..world_size)
         .map(|rank| {
@@ -76,8 +78,9 @@ impl GroupControl for Group {
 struct SharedComm {
     rank: usize,
     group: Arc<Group>,
-    /// Collectives this rank has joined and not seen done, for `progress`.
-    in_flight: Mutex<VecDeque<Arc<Slot<Exchange>>>>,
+    /// Collectives this rank has joined and not seen done, for `progress`. Weak: if every rank has dropped its `Pending`,
+    /// nobody wants the result, and the buffers are freed.
+    in_flight: Mutex<VecDeque<Weak<Slot<Exchange>>>>,
 }
 
 impl fmt::Debug for SharedComm {
@@ -121,8 +124,8 @@ impl Communicator for SharedComm {
             },
         )?;
         let mut in_flight = self.in_flight.lock();
-        in_flight.retain(|s| !s.payload.is_done());
-        in_flight.push_back(Arc::clone(&slot));
+        in_flight.retain(is_under_way);
+        in_flight.push_back(Arc::downgrade(&slot));
         drop(in_flight);
         Ok(Pending::new(SharedPending {
             rank: self.rank,
@@ -133,16 +136,24 @@ impl Communicator for SharedComm {
 
     fn progress(&self) {
         let mut in_flight = self.in_flight.lock();
-        for slot in in_flight.iter().filter(|s| s.is_ready()) {
+        for slot in in_flight
+            .iter()
+            .filter_map(Weak::upgrade)
+            .filter(|s| s.is_ready())
+        {
             let share = slot.payload.num_chunks.div_ceil(self.world_size());
-            self.group.work(slot, share);
+            self.group.work(&slot, share);
         }
-        in_flight.retain(|s| !s.payload.is_done());
+        in_flight.retain(is_under_way);
     }
 
     fn traffic(&self) -> Traffic {
         self.group.traffic[self.rank].read()
     }
+}
+
+fn is_under_way(slot: &Weak<Slot<Exchange>>) -> bool {
+    slot.upgrade().is_some_and(|s| !s.payload.is_done())
 }
 
 impl Group {
@@ -248,12 +259,14 @@ impl Exchange {
         let start = slice.start + (chunk % self.chunks_per_slice) * self.chunk_len;
         let range = start.min(slice.end)..(start + self.chunk_len).min(slice.end);
         if !range.is_empty() {
-            // SAFETY: the slot is ready (asserted by the caller's contract, checked here in debug builds), so every
-            // berth holds a live buffer of `len` elements of `dtype`. `fetch_add` gave this chunk to this thread
-            // alone, and chunks are disjoint ranges, so nobody else touches these elements until `finished_chunks`
-            // reaches `num_chunks`; only then do owners take their buffers back.
             debug_assert!(slot.is_ready());
-            with_element!(self.dtype, T => unsafe { self.do_range::<T>(home, range.clone()) });
+            with_element!(self.dtype, T => {
+                // SAFETY: the slot is ready (the caller's contract, checked above in debug builds), so every berth holds
+                // a live buffer of `len` elements of `dtype`. `fetch_add` gave this chunk to this thread alone, and
+                // chunks are disjoint ranges, so nobody else touches these elements until `finished_chunks` reaches
+                // `num_chunks`; only then do owners take their buffers back.
+                unsafe { self.do_range::<T>(home, range.clone()) }
+            });
             self.count(home, range.len(), traffic);
         }
         self.finished_chunks.fetch_add(1, Ordering::AcqRel);
@@ -273,17 +286,29 @@ impl Exchange {
         match self.collective {
             Collective::AllReduce(op) => {
                 // SAFETY: passed on.
-                unsafe { reduce::<T>(n, at, range.len(), op, |block, from| {
-                    for rank in 0..n {
-                        std::ptr::copy_nonoverlapping(block.as_ptr(), at(rank).add(from), block.len());
-                    }
-                }) }
+                unsafe {
+                    reduce::<T>(n, at, range.len(), op, |block, from| {
+                        for rank in 0..n {
+                            std::ptr::copy_nonoverlapping(
+                                block.as_ptr(),
+                                at(rank).add(from),
+                                block.len(),
+                            );
+                        }
+                    })
+                }
             }
             Collective::ReduceScatter(op) => {
                 // SAFETY: passed on.
-                unsafe { reduce::<T>(n, at, range.len(), op, |block, from| {
-                    std::ptr::copy_nonoverlapping(block.as_ptr(), at(home).add(from), block.len());
-                }) }
+                unsafe {
+                    reduce::<T>(n, at, range.len(), op, |block, from| {
+                        std::ptr::copy_nonoverlapping(
+                            block.as_ptr(),
+                            at(home).add(from),
+                            block.len(),
+                        );
+                    })
+                }
             }
             Collective::AllGather | Collective::Broadcast { .. } => {
                 let source = match self.collective {
@@ -302,7 +327,10 @@ impl Exchange {
     fn count(&self, home: usize, elements: usize, traffic: &[TrafficCounters]) {
         let bytes = (elements * self.dtype.size_in_bytes()) as u64;
         let others = (self.berths.len() - 1) as u64;
-        let to_home = matches!(self.collective, Collective::AllReduce(_) | Collective::ReduceScatter(_));
+        let to_home = matches!(
+            self.collective,
+            Collective::AllReduce(_) | Collective::ReduceScatter(_)
+        );
         let from = match self.collective {
             Collective::AllReduce(_) | Collective::AllGather => Some(home),
             Collective::Broadcast { root } => Some(root),
@@ -341,7 +369,9 @@ unsafe fn reduce<T: Element>(
     while from < len {
         let count = BLOCK.min(len - from);
         // SAFETY: in bounds by the caller's promise; the elements of one rank are initialised numbers.
-        let input = |rank: usize| unsafe { std::slice::from_raw_parts(at(rank).add(from).cast_const(), count) };
+        let input = |rank: usize| unsafe {
+            std::slice::from_raw_parts(at(rank).add(from).cast_const(), count)
+        };
         let mut acc = [T::ZERO.to_acc(); BLOCK];
         for (a, x) in acc[..count].iter_mut().zip(input(0)) {
             *a = x.to_acc();
@@ -355,7 +385,9 @@ unsafe fn reduce<T: Element>(
             }
         }
         if let Some(divisor) = divisor {
-            acc[..count].iter_mut().for_each(|a| *a = T::divide(*a, divisor));
+            acc[..count]
+                .iter_mut()
+                .for_each(|a| *a = T::divide(*a, divisor));
         }
         let block = &mut scratch[..count];
         for (b, a) in block.iter_mut().zip(&acc) {

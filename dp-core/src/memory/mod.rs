@@ -8,6 +8,6 @@
 mod allocator;
 mod ledger;
 
-pub use allocator::{CountingAllocator, HeapUsage, heap_usage, reset_heap_peak};
 pub(crate) use allocator::set_thread_rank;
+pub use allocator::{CountingAllocator, HeapUsage, heap_usage, reset_heap_peak};
 pub use ledger::{Category, Ledger, LedgerSnapshot, Reservation};

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use super::Optimizer;
 use crate::error::{Error, Result};
 
+type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+
 /// Parameters that share hyper-parameters.
 #[derive(Clone)]
 pub struct ParamGroup<O> {
     name: String,
-    matches: Option<Arc<dyn Fn(&str) -> bool + Send + Sync>>,
+    matches: Option<NamePredicate>,
     /// The group's hyper-parameters; may be changed between steps, alike on all ranks.
     pub optimizer: O,
 }

@@ -44,6 +44,9 @@ fn check(what: &'static str, ok: bool, value: f64, range: &str) -> Result<()> {
     if ok {
         Ok(())
     } else {
-        Err(crate::Error::invalid(what, format!("{value} is not {range}")))
+        Err(crate::Error::invalid(
+            what,
+            format!("{value} is not {range}"),
+        ))
     }
 }

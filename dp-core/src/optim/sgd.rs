@@ -40,7 +40,11 @@ impl Sgd {
 
 impl Optimizer for Sgd {
     fn state_names(&self) -> &'static [&'static str] {
-        if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
+        if self.momentum == 0.0 {
+            &[]
+        } else {
+            &["momentum_buffer"]
+        }
     }
 
     fn update(
@@ -68,7 +72,11 @@ impl Optimizer for Sgd {
         };
         for ((w, g), b) in values.iter_mut().zip(grad).zip(buffer.iter_mut()) {
             let g = gradient(*g, *w);
-            *b = if step == 1 { g } else { *b * momentum + g * keep };
+            *b = if step == 1 {
+                g
+            } else {
+                *b * momentum + g * keep
+            };
             let direction = if self.nesterov { g + momentum * *b } else { *b };
             *w -= direction * lr;
         }
@@ -85,8 +93,18 @@ impl Optimizer for Sgd {
     fn validate(&self) -> Result<()> {
         let at_least_0 = |x: f64| x.is_finite() && x >= 0.0;
         check("lr", at_least_0(self.lr), self.lr, "finite and >= 0")?;
-        check("momentum", at_least_0(self.momentum), self.momentum, "finite and >= 0")?;
-        check("dampening", self.dampening.is_finite(), self.dampening, "finite")?;
+        check(
+            "momentum",
+            at_least_0(self.momentum),
+            self.momentum,
+            "finite and >= 0",
+        )?;
+        check(
+            "dampening",
+            self.dampening.is_finite(),
+            self.dampening,
+            "finite",
+        )?;
         let wd = self.weight_decay;
         check("weight_decay", at_least_0(wd), wd, "finite and >= 0")?;
         let possible = !self.nesterov || (self.momentum > 0.0 && self.dampening == 0.0);

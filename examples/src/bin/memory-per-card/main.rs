@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
+use dp_core::World;
 use dp_core::memory::CountingAllocator;
 use indicatif::{ProgressBar, ProgressStyle};
 use mimalloc::MiMalloc;
@@ -52,6 +53,8 @@ fn main() -> ExitCode {
 /// Runs all strategies and writes the reports; true if all checks hold.
 fn run(job: &Job) -> anyhow::Result<bool> {
     let options = &job.options;
+    // Before the progress bar starts its thread: the World can then tell Candle how many threads a rank has.
+    let world = World::threads(usize::from(options.ranks))?;
     let progress = ProgressBar::new((options.strategies.len() * options.steps) as u64);
     progress.set_style(ProgressStyle::with_template(
         "{bar:40} {pos}/{len} {msg} ETA {eta}",
@@ -59,7 +62,7 @@ fn run(job: &Job) -> anyhow::Result<bool> {
     progress.enable_steady_tick(Duration::from_millis(200));
     let mut strategies = Vec::new();
     for sharding in &options.strategies {
-        let strategy = training::train(job, *sharding, &progress)
+        let strategy = training::train(job, &world, *sharding, &progress)
             .with_context(|| format!("strategy {}", sharding.name()))?;
         progress.suspend(|| println!("{}", table::summary(&strategy)));
         strategies.push(strategy);

@@ -1,0 +1,141 @@
+use candle_core::{DType, Device};
+use dp_core::{BucketCaps, BucketLayout, Param, ParamStore, Result};
+use proptest::prelude::*;
+
+use crate::support::{expect_error, ones};
+
+/// Parameters `p0, p1, ...` of these sizes; the flagged ones are frozen.
+fn params(sizes: &[(usize, bool)]) -> Result<Vec<Param>> {
+    let frozen: Vec<String> = (0..sizes.len())
+        .filter(|i| sizes[*i].1)
+        .map(|i| format!("p{i}"))
+        .collect();
+    let store = ParamStore::new(&Device::Cpu).with_frozen(move |n| frozen.iter().any(|f| f == n));
+    for (i, (size, _)) in sizes.iter().enumerate() {
+        ones(&store.var_builder(DType::F32), *size, &format!("p{i}"))?;
+    }
+    Ok(store.params())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn every_layout_is_sound(
+        sizes in prop::collection::vec((0usize..40, prop::bool::weighted(0.2)), 0..12),
+        first in 1usize..100,
+        rest in 1usize..200,
+        world_size in 1usize..9,
+    ) {
+        let params = params(&sizes).expect("new names");
+        let order: Vec<usize> = (0..params.len()).collect();
+        let caps = BucketCaps::with_first(4 * first, 4 * rest).expect("positive");
+        let layout = BucketLayout::new(&params, &order, caps, world_size);
+
+        // Trained parameters in reverse creation order.
+        let in_order: Vec<usize> = layout.buckets().iter().flat_map(|b| &b.slots).map(|s| s.param_idx).collect();
+        let expected: Vec<usize> = order.iter().rev().copied().filter(|i| !sizes[*i].1).collect();
+        prop_assert_eq!(in_order, expected);
+        for i in order {
+            let place = layout.place(i);
+            prop_assert_eq!(place.is_none(), sizes[i].1);
+            if let Some((bucket, slot)) = place {
+                prop_assert_eq!(layout.buckets()[bucket].slots[slot].param_idx, i);
+            }
+        }
+        prop_assert_eq!(layout.place(params.len()), None);
+
+        let mut seen: Vec<Vec<u32>> = sizes.iter().map(|(n, _)| vec![0; *n]).collect();
+        for (index, bucket) in layout.buckets().iter().enumerate() {
+            // Slots follow each other without gaps.
+            let mut end = 0;
+            for slot in &bucket.slots {
+                prop_assert_eq!(slot.range.start, end);
+                prop_assert_eq!(slot.range.len(), sizes[slot.param_idx].0);
+                end = slot.range.end;
+            }
+            prop_assert_eq!((bucket.len(), bucket.is_empty()), (end, end == 0));
+
+            // Padded to a multiple, by less than one element per rank; the slices cover it.
+            prop_assert_eq!(bucket.padded_len % world_size, 0);
+            prop_assert!(bucket.padded_len - bucket.len() < world_size);
+            let slices: Vec<_> = (0..world_size).map(|r| bucket.slice(r, world_size)).collect();
+            prop_assert_eq!(slices[0].start, 0);
+            prop_assert!(slices.windows(2).all(|w| w[0].end == w[1].start && w[0].len() == w[1].len()));
+            prop_assert_eq!(slices[world_size - 1].end, bucket.padded_len);
+
+            // Within the cap, unless one parameter is larger; and as full as the order allows.
+            let cap = |index: usize| if index == 0 { first } else { rest };
+            prop_assert!(bucket.len() <= cap(index) || bucket.slots.len() == 1);
+            if let Some(next) = layout.buckets().get(index + 1) {
+                prop_assert!(bucket.len() + next.slots[0].range.len() > cap(index));
+            }
+
+            // Segments say the same from three sides.
+            for owned in slices {
+                for s in bucket.segments(owned.clone()) {
+                    let (_, slot) = layout.place(s.param_idx).expect("it is trained");
+                    let start = bucket.slots[slot].range.start;
+                    prop_assert!(!s.in_param.is_empty());
+                    prop_assert_eq!(&s.in_bucket, &(start + s.in_param.start..start + s.in_param.end));
+                    prop_assert_eq!(&s.in_bucket, &(owned.start + s.in_owned.start..owned.start + s.in_owned.end));
+                    prop_assert!(s.in_owned.end <= owned.len());
+                    s.in_param.for_each(|i| seen[s.param_idx][i] += 1);
+                }
+            }
+        }
+        for (seen, (_, frozen)) in seen.iter().zip(&sizes) {
+            prop_assert!(seen.iter().all(|n| *n == u32::from(!frozen)), "each trained element has one owner");
+        }
+        let padded: Vec<usize> = layout.buckets().iter().map(|b| b.padded_len).collect();
+        prop_assert_eq!(layout.padded_len(), padded.iter().sum::<usize>());
+        prop_assert_eq!(layout.max_padded_len(), padded.into_iter().max().unwrap_or(0));
+        prop_assert_eq!(layout.world_size(), world_size);
+    }
+}
+
+#[test]
+fn c09_caps_of_zero_are_refused_by_name() {
+    expect_error(BucketCaps::new(0), &["bucket_cap", "0"]);
+    expect_error(BucketCaps::with_first(0, 100), &["first_bucket_cap", "0"]);
+    expect_error(BucketCaps::with_first(100, 0), &["bucket_cap", "0"]);
+}
+
+#[test]
+fn the_default_caps_are_1_and_25_mib() {
+    // 0.6 MiB each: one fits in the first bucket, 41 in the second, the rest in the third.
+    let params = params(&[(157_286, false); 44]).expect("new names");
+    let order: Vec<usize> = (0..params.len()).collect();
+    let count = |caps| {
+        let layout = BucketLayout::new(&params, &order, caps, 2);
+        layout
+            .buckets()
+            .iter()
+            .map(|b| b.slots.len())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(count(BucketCaps::default()), [1, 41, 2]);
+    assert_eq!(
+        count(BucketCaps::new(25 << 20).expect("positive")),
+        [1, 41, 2]
+    );
+    assert_eq!(
+        count(BucketCaps::with_first(25 << 20, 25 << 20).expect("positive")),
+        [41, 3]
+    );
+    assert_eq!(
+        count(BucketCaps::new(usize::MAX).expect("positive")),
+        [1, 43]
+    );
+}
+
+#[test]
+fn a_bucket_is_labelled_with_its_parameters() {
+    let params = params(&[(3, false), (2, true), (1, false)]).expect("new names");
+    let layout = BucketLayout::new(&params, &[0, 1, 2], BucketCaps::default(), 4);
+    let bucket = &layout.buckets()[0];
+    assert_eq!(
+        (&*bucket.label, bucket.len(), bucket.padded_len),
+        ("bucket 0: p2, p0", 4, 4)
+    );
+}

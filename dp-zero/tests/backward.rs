@@ -1,0 +1,100 @@
+use candle_core::{DType, Tensor};
+use dp_core::{Error, ParamStore, Rank, Result, Sgd, Trainer};
+use dp_zero::Sharding;
+
+use crate::support::{
+    AnyTrainer, Probe, STRATEGIES, caps, noise, ones, ranks, same_on_all, values,
+};
+
+/// Parameters `w0, w1, ...` of `LEN` elements, a bucket each, multiplied up; `probe(i)` runs in backward before the
+/// gradient of `w_i`.
+fn chain(
+    w: &[Tensor],
+    probe: impl Fn(usize) -> candle_core::Result<()> + Send + Sync + Clone + 'static,
+) -> Result<Tensor> {
+    let mut h = Tensor::ones(LEN, DType::F32, &candle_core::Device::Cpu)?;
+    for (i, w) in w.iter().enumerate() {
+        let probe = probe.clone();
+        h = (h * w)?.apply_op1(Probe(move || probe(i)))?;
+    }
+    Ok(h.sum_all()?)
+}
+
+const LEN: usize = 1001;
+
+fn chain_trainer(strategy: Sharding, rank: &Rank) -> Result<(Vec<Tensor>, AnyTrainer<Sgd>)> {
+    let store = ParamStore::new(rank.device());
+    let w = (0..6)
+        .map(|i| ones(&store, LEN, &format!("w{i}")))
+        .collect::<Result<_>>()?;
+    let sgd = Sgd {
+        momentum: 0.5,
+        ..Sgd::new(0.25)
+    };
+    Ok((w, AnyTrainer::new(strategy, store, rank, sgd, caps(LEN))?))
+}
+
+#[test]
+fn a_failed_backward_is_forgotten_by_zero_grad() {
+    for strategy in STRATEGIES {
+        for fails_at in [0, 2, 5] {
+            ranks(2, move |rank| {
+                let (w, mut trainer) = chain_trainer(strategy, &rank)?;
+                let at_rest = trainer.ledger().current();
+                for micro_batches in [1, 3] {
+                    let mut window = trainer.accumulate(micro_batches)?;
+                    for _ in 1..micro_batches {
+                        window.backward(&chain(&w, |_| Ok(()))?)?;
+                    }
+                    let fails = move |i| match i == fails_at {
+                        true => Err(candle_core::Error::msg("out of luck")),
+                        false => Ok(()),
+                    };
+                    let error = window
+                        .backward(&(chain(&w, fails)? * 100.0)?)
+                        .expect_err("a probe fails");
+                    assert!(error.to_string().contains("out of luck"), "{error}");
+                    assert!(matches!(trainer.step(), Err(Error::Misuse { .. })));
+                    trainer.zero_grad()?;
+                }
+                trainer.backward(&chain(&w, |_| Ok(()))?)?;
+                trainer.step()?;
+                assert!(w.iter().all(|w| values(w) == vec![0.75; LEN]));
+                let now = trainer.ledger().current();
+                assert_eq!(now.model_states(), at_rest.model_states());
+                assert!(now.communication <= 2 * 4 * trainer.layout().max_padded_len() as u64);
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn c10_delays_in_backward_do_not_change_a_bit() {
+    let run = |strategy: Sharding, delays: u64| {
+        same_on_all(ranks(3, move |rank| {
+            let (w, mut trainer) = chain_trainer(strategy, &rank)?;
+            let r = rank.rank() as u64;
+            for step in 0..10 {
+                let late = move |i| {
+                    if delays > 0 && (step * 31 + i as u64 * 7 + r * 13 + delays).is_multiple_of(5)
+                    {
+                        std::thread::sleep(std::time::Duration::from_micros(300 * delays));
+                    }
+                    Ok(())
+                };
+                let target = noise(100 * step + r, LEN);
+                let loss = (chain(&w, late)? + (&w[2] * target)?.sum_all()?)?;
+                trainer.backward(&(loss / 1e3)?)?;
+                trainer.step()?;
+            }
+            trainer.store().sha256()
+        }))
+    };
+    let expected = run(Sharding::Ddp, 0);
+    for strategy in STRATEGIES {
+        for delays in 0..3 {
+            assert_eq!(run(strategy, delays), expected, "{strategy:?}");
+        }
+    }
+}
