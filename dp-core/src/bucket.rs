@@ -155,7 +155,7 @@ impl BucketLayout {
             };
             let mut start = slots.last().map_or(0, |s| s.range.end);
             let bytes = (start + param.num_elements()) * size_of::<f32>();
-            if bytes > cap && !slots.is_empty() {
+            if bytes > cap && start > 0 {
                 layout.close(std::mem::take(&mut slots), params);
                 start = 0;
             }

@@ -95,6 +95,32 @@ pub enum Error {
         detail: String,
     },
 
+    /// The ranks held the same parameters once, and do not any more.
+    #[error(
+        "after step {step} parameter `{parameter}` of rank {rank} differs from rank 0's; something has changed it on some \
+         ranks only, e.g. code that writes parameters, or a learning rate that is not the same everywhere"
+    )]
+    Diverged {
+        /// The first parameter that differs, in rank 0's creation order.
+        parameter: String,
+        /// The first rank that differs from rank 0 in it.
+        rank: usize,
+        /// The number of steps taken when it was found.
+        step: u64,
+    },
+
+    /// Parameters that should be trained got no gradient on any rank, and the trainer was told to be strict.
+    #[error(
+        "no rank computed a gradient for: {}; freeze them (ParamStore::with_frozen) if they should not be trained, else \
+         look for a candle_nn op without backward between them and the loss (LayerNorm and RmsNorm on contiguous input, \
+         softmax_last_dim, rope)",
+        names.join(", ")
+    )]
+    NoGradient {
+        /// The parameters, in rank 0's creation order.
+        names: Vec<String>,
+    },
+
     /// An argument or setting is out of its range.
     #[error("invalid {what}: {message}")]
     InvalidArgument {

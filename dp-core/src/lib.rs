@@ -47,16 +47,21 @@ mod param;
 mod store;
 
 pub mod bucket;
+mod loss;
 mod reducer;
 mod replica;
 pub mod strategy;
 
 pub mod optim;
 
+mod non_finite;
 mod norm;
+mod summary;
 
 mod ddp;
 pub mod engine;
+mod sentinel;
+mod step;
 mod trainer;
 
 mod varmap_sync;
@@ -71,12 +76,16 @@ pub use bucket::{BucketCaps, BucketLayout};
 pub use buffer::{Buffer, Element};
 pub use comm::{Communicator, ReduceOp};
 pub use ddp::{DdpConfig, DistributedDataParallel};
-pub use engine::StepReport;
+pub use engine::{EngineConfig, UnusedParameters};
 pub use error::{Error, Result};
+pub use loss::Loss;
 pub use memory::{Ledger, LedgerSnapshot};
-pub use metrics::weighted_mean;
-pub use optim::{AdamW, Optimizer, ParamGroup, ParamGroups, Sgd};
+pub use metrics::{max_over_ranks, weighted_mean};
+pub use non_finite::NonFinite;
+pub use norm::GradNorm;
+pub use optim::{AdamW, LrSchedule, Optimizer, ParamGroup, ParamGroups, Sgd};
 pub use sampler::{DistributedSampler, Remainder};
+pub use step::{SkipReason, StepReport};
 pub use store::{Param, ParamKind, ParamStore};
 pub use trainer::{Accumulation, Trainer};
 pub use varmap_sync::VarMapSync;

@@ -24,3 +24,16 @@ pub fn weighted_mean(comm: &dyn Communicator, sum: f64, weight: f64) -> Result<f
     }
     Ok(total[0] / total[1])
 }
+
+/// The greatest of all ranks' numbers, e.g. of batches: so that ranks with fewer of them join the others to the end, with
+/// [`Loss::Nothing`](crate::Loss::Nothing).
+///
+/// # Errors
+/// Those of the collectives.
+pub fn max_over_ranks(comm: &dyn Communicator, number: usize) -> Result<usize> {
+    let request = Request::new(Collective::AllReduce(ReduceOp::Max), "greatest number");
+    let greatest = comm
+        .start(request, Buffer::from_vec(vec![number as i64]))?
+        .wait()?;
+    Ok(greatest.as_slice::<i64>()?[0] as usize)
+}

@@ -10,14 +10,31 @@ use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, ReduceOp, Request};
 use crate::error::Result;
 
-/// `sqrt(sum of g^2)` over the slices of all ranks that `comm` joins; the slices of this rank only without one. NaN if
-/// an element is NaN, else infinity if one is infinite.
-pub(crate) fn global_l2_norm(slices: &[&[f32]], comm: Option<&dyn Communicator>) -> Result<f64> {
+/// A norm over all elements of all gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum GradNorm {
+    /// `sqrt(sum of g^2)`
+    #[default]
+    L2,
+    /// `max |g|`
+    Inf,
+}
+
+/// The norm over the slices of all ranks that `comm` joins; of this rank's slices only without one. NaN if an element is
+/// NaN, else infinity if one is infinite.
+pub(crate) fn global_norm(
+    kind: GradNorm,
+    slices: &[&[f32]],
+    comm: Option<&dyn Communicator>,
+) -> Result<f64> {
     let mut max = slices.iter().fold(0f32, |m, s| max_abs(m, s));
     if let Some(comm) = comm {
         let request = Request::new(Collective::AllReduce(ReduceOp::Max), "greatest gradient");
         let buffer = comm.start(request, Buffer::from_vec(vec![max]))?.wait()?;
         max = buffer.as_slice::<f32>()?[0];
+    }
+    if kind == GradNorm::Inf {
+        return Ok(f64::from(max));
     }
     let exponent = if max.is_finite() {
         exponent_above(max)
@@ -88,7 +105,7 @@ mod tests {
     use super::*;
 
     fn norm(slices: &[&[f32]]) -> f64 {
-        global_l2_norm(slices, None).unwrap_or(f64::NAN)
+        global_norm(GradNorm::L2, slices, None).unwrap_or(f64::NAN)
     }
 
     #[test]

@@ -12,12 +12,13 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use crate::bucket::BucketLayout;
-use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Pending, ReduceOp, Request};
 use crate::error::{Error, Result};
+use crate::loss::WeightedLoss;
 use crate::param::{GradientSink, read_values};
 use crate::store::Param;
 use crate::strategy::Strategy;
+use crate::summary::{Summary, Weights};
 
 /// The hook's end of a trainer: it owns the gradients between backward and step.
 pub(crate) struct Reducer(Mutex<State>);
@@ -29,7 +30,7 @@ struct State {
     /// Positions in `params` in the order that all ranks share: what ranks send each other per parameter goes in it.
     order: Vec<usize>,
     strategy: Box<dyn Strategy>,
-    /// Some while backward runs: whether its gradients are reduced, and the divisor of their sum.
+    /// Some while backward runs: whether its gradients are reduced.
     running: Option<Run>,
     /// The error of a hook: Candle's backward would turn it into text.
     hook_error: Option<Error>,
@@ -37,21 +38,28 @@ struct State {
     arrived: Vec<bool>,
     /// Per parameter: the open buffer holds a gradient of it.
     written: Vec<bool>,
-    /// Per parameter: used by this rank in this window; after `settle`, by any rank.
+    /// Per parameter: used by this rank in this window.
     used: Vec<bool>,
+    /// Per parameter: a gradient of this rank in this window was not finite; looked at only if `watch_finite`.
+    not_finite: Vec<bool>,
+    watch_finite: bool,
+    /// The weights of this rank's micro-batches in this window.
+    mine: Weights,
     /// Per bucket: gradients that have not appeared in this backward.
     missing: Vec<usize>,
     next_launch: usize,
     in_flight: VecDeque<(usize, Pending)>,
+    warned_order: bool,
     /// Per bucket: it has been reduced in this window; a further micro-batch adds to it.
     reduced: Vec<bool>,
-    used_flags: Option<Pending>,
+    /// The summary over all ranks: under way, then there.
+    pending_summary: Option<Pending>,
+    summary: Option<Summary>,
 }
 
 #[derive(Clone, Copy)]
 struct Run {
     reduce: bool,
-    divisor: f64,
 }
 
 impl GradientSink for Reducer {
@@ -72,6 +80,7 @@ impl Reducer {
         params: Arc<[Param]>,
         order: Vec<usize>,
         strategy: Box<dyn Strategy>,
+        watch_finite: bool,
     ) -> Self {
         let (num_params, num_buckets) = (params.len(), layout.buckets().len());
         Self(Mutex::new(State {
@@ -88,75 +97,81 @@ impl Reducer {
             missing: vec![0; num_buckets],
             next_launch: 0,
             in_flight: VecDeque::new(),
+            warned_order: false,
             reduced: vec![false; num_buckets],
-            used_flags: None,
+            not_finite: vec![false; num_params],
+            watch_finite,
+            mine: Weights::default(),
+            pending_summary: None,
+            summary: None,
         }))
     }
 
-    /// Runs `loss.backward()`, with hooks that fill the buckets. `reduce`: the last micro-batch of its window.
-    pub fn backward(&self, loss: &Tensor, reduce: bool, num_micro_batches: usize) -> Result<()> {
-        let each_time = {
-            let mut state = self.0.lock();
-            state.begin(reduce, num_micro_batches);
-            state.strategy.reduces_every_micro_batch()
+    /// Runs backward on `loss`, with hooks that fill the buckets. `last`: the last micro-batch of its window.
+    ///
+    /// `settings`: what all ranks must agree on for the step; it goes with the summary, so a difference is a mismatch.
+    pub fn backward(&self, loss: &WeightedLoss, last: bool, settings: &str) -> Result<()> {
+        let reduce = self.0.lock().begin(loss, last);
+        let outcome = match &loss.tensor {
+            Some(tensor) => tensor.backward().map(drop),
+            None => Ok(()),
         };
-        let outcome = loss.backward();
         let mut state = self.0.lock();
-        let run = state.running.take();
+        state.running = None;
         if let Err(error) = outcome {
             return Err(state.hook_error.take().unwrap_or_else(|| error.into()));
         }
-        let divisor = run.map_or(1.0, |r| r.divisor);
-        if reduce || each_time {
-            state.launch_rest(divisor)?;
-        }
         if reduce {
-            state.start_used_flags()?;
+            state.launch_rest()?;
+        }
+        if last {
+            state.start_summary(settings)?;
         }
         Ok(())
     }
 
     /// Reduces what a window that ended early has gathered.
-    pub fn reduce_now(&self, num_micro_batches: usize) -> Result<()> {
+    pub fn reduce_now(&self, settings: &str) -> Result<()> {
         let mut state = self.0.lock();
         if !state.strategy.reduces_every_micro_batch() {
-            let divisor = state.divisor(num_micro_batches);
             state.next_launch = 0;
-            state.launch_rest(divisor)?;
+            state.launch_rest()?;
         }
-        state.start_used_flags()
+        state.start_summary(settings)
     }
 
-    /// Waits for all reductions of the window. Then gradients are means, and the result tells per parameter whether any
-    /// rank used it.
-    pub fn settle(&self, num_micro_batches: usize) -> Result<Vec<bool>> {
+    /// Waits for all reductions of the window. Then gradients are weighted means.
+    pub fn settle(&self) -> Result<Summary> {
         let mut state = self.0.lock();
         while state.collect_oldest()? {}
-        if let Some(flags) = state.used_flags.take() {
-            let flags = flags.wait()?;
-            let State { order, used, .. } = &mut *state;
-            for (&param_idx, flag) in order.iter().zip(flags.as_slice::<u8>()?) {
-                used[param_idx] = *flag != 0;
-            }
-            if state.strategy.reduces_every_micro_batch() && num_micro_batches > 1 {
-                // The ranks' sums were divided by N each time; the number of micro-batches is known only now.
+        if let Some(pending) = state.pending_summary.take() {
+            let summary = Summary::read(&pending.wait()?, &state.order)?;
+            // The mean rule. Each reduction has divided the sum over ranks by N, early, so that 16-bit sums cannot
+            // overflow; the weights are known only now. For one micro-batch of weight 1 on each rank nothing is left.
+            let rest = summary.weight / state.comm.world_size() as f64;
+            if rest != 1.0 && rest != 0.0 {
                 for bucket in 0..state.layout.buckets().len() {
                     let gradient = state.strategy.gradient_mut(bucket)?;
-                    gradient
-                        .iter_mut()
-                        .for_each(|g| *g /= num_micro_batches as f32);
+                    gradient.iter_mut().for_each(|g| *g /= rest as f32);
                 }
             }
+            state.summary = Some(summary);
         }
-        Ok(state.used.clone())
+        match &state.summary {
+            Some(summary) => Ok(summary.clone()),
+            None => Err(Error::misuse(
+                "step",
+                "there are no gradients; call backward first",
+            )),
+        }
     }
 
     /// Waits for the reductions under way, and drops their results.
     pub fn discard(&self) -> Result<()> {
         let mut state = self.0.lock();
         while state.collect_oldest()? {}
-        if let Some(flags) = state.used_flags.take() {
-            flags.wait()?;
+        if let Some(summary) = state.pending_summary.take() {
+            summary.wait()?;
         }
         Ok(())
     }
@@ -166,7 +181,15 @@ impl Reducer {
         let mut state = self.0.lock();
         state.written.fill(false);
         state.used.fill(false);
+        state.not_finite.fill(false);
+        state.mine = Weights::default();
+        state.summary = None;
         state.reduced.fill(false);
+    }
+
+    /// True if a gradient that this rank computed in this window was not finite.
+    pub fn was_not_finite(&self, param_idx: usize) -> bool {
+        self.0.lock().not_finite[param_idx]
     }
 
     /// Access to the strategy between backward and the next one.
@@ -176,31 +199,22 @@ impl Reducer {
 }
 
 impl State {
-    /// The mean rule: the sum over ranks and micro-batches is divided here, and nowhere else, except that a strategy
-    /// which reduces every micro-batch learns their number at the end (see `settle`).
-    fn divisor(&self, num_micro_batches: usize) -> f64 {
-        let ranks = self.comm.world_size();
-        if self.strategy.reduces_every_micro_batch() {
-            ranks as f64
-        } else {
-            (ranks * num_micro_batches) as f64
-        }
-    }
-
-    fn begin(&mut self, reduce: bool, num_micro_batches: usize) {
+    /// Prepares for a backward; true if its gradients are reduced, false if they wait for later micro-batches.
+    fn begin(&mut self, loss: &WeightedLoss, last: bool) -> bool {
         self.hook_error = None;
         self.arrived.fill(false);
-        if self.strategy.reduces_every_micro_batch() {
+        let each_time = self.strategy.reduces_every_micro_batch();
+        if each_time {
             self.written.fill(false);
         }
         for (missing, bucket) in self.missing.iter_mut().zip(self.layout.buckets()) {
             *missing = bucket.slots.len();
         }
         self.next_launch = 0;
-        self.running = Some(Run {
-            reduce: reduce || self.strategy.reduces_every_micro_batch(),
-            divisor: self.divisor(num_micro_batches),
-        });
+        self.mine.add(loss);
+        let reduce = last || each_time;
+        self.running = Some(Run { reduce });
+        reduce
     }
 
     fn accept(&mut self, param_idx: usize, grad: &Tensor) -> Result<()> {
@@ -237,25 +251,28 @@ impl State {
         }
         let out = &mut self.strategy.buffer(bucket)?.as_mut_slice::<f32>()?[range];
         read_values(grad, out, written)?;
+        if self.watch_finite && !out.iter().all(|g| g.is_finite()) {
+            self.not_finite[param_idx] = true;
+        }
         self.written[param_idx] = true;
         self.used[param_idx] = true;
         if !std::mem::replace(&mut self.arrived[param_idx], true) {
             self.missing[bucket] -= 1;
         }
         while run.reduce && self.missing.get(self.next_launch) == Some(&0) {
-            self.launch_next(run.divisor)?;
+            self.launch_next()?;
         }
         Ok(())
     }
 
-    fn launch_rest(&mut self, divisor: f64) -> Result<()> {
+    fn launch_rest(&mut self) -> Result<()> {
         while self.next_launch < self.layout.buckets().len() {
-            self.launch_next(divisor)?;
+            self.launch_next()?;
         }
         Ok(())
     }
 
-    fn launch_next(&mut self, divisor: f64) -> Result<()> {
+    fn launch_next(&mut self) -> Result<()> {
         let index = self.next_launch;
         self.make_room(index)?;
         let bucket = &self.layout.buckets()[index];
@@ -265,7 +282,7 @@ impl State {
         }
         values[bucket.len()..].fill(0.0);
         let buffer = self.strategy.take(index)?;
-        let collective = self.strategy.reduction(ReduceOp::Scaled { divisor });
+        let collective = self.strategy.reduction(ReduceOp::Mean);
         let request = Request::new(collective, Arc::clone(&bucket.label));
         self.in_flight
             .push_back((index, self.comm.start(request, buffer)?));
@@ -276,14 +293,13 @@ impl State {
     /// Keeps the strategy's memory bound: waits for earlier buckets before another one is opened. Where gradients
     /// appear in another order than the buckets', there may be none to wait for; then the bound gives way.
     fn make_room(&mut self, bucket: usize) -> Result<()> {
-        while !self.strategy.has_room(bucket) {
-            if !self.collect_oldest()? {
-                tracing::debug!(
-                    bucket,
-                    "gradients appear out of bucket order: one more bucket is open"
-                );
-                break;
-            }
+        while !self.strategy.has_room(bucket) && self.collect_oldest()? {}
+        if !self.strategy.has_room(bucket) && !std::mem::replace(&mut self.warned_order, true) {
+            tracing::warn!(
+                "gradients appear in another order than the buckets', so {} holds more buckets than it means to; create \
+                 the parameters in the order in which the model uses them. This is said once.",
+                self.strategy.name()
+            );
         }
         Ok(())
     }
@@ -307,10 +323,11 @@ impl State {
         Ok(true)
     }
 
-    fn start_used_flags(&mut self) -> Result<()> {
-        let flags: Vec<u8> = self.order.iter().map(|i| u8::from(self.used[*i])).collect();
-        let request = Request::new(Collective::AllReduce(ReduceOp::Max), "used parameters");
-        self.used_flags = Some(self.comm.start(request, Buffer::from_vec(flags))?);
+    fn start_summary(&mut self, settings: &str) -> Result<()> {
+        let label = format!("summary of the step, with {settings}");
+        let request = Request::new(Collective::AllReduce(ReduceOp::Sum), label);
+        let mine = self.mine.to_buffer(&self.order, &self.used);
+        self.pending_summary = Some(self.comm.start(request, mine)?);
         Ok(())
     }
 }

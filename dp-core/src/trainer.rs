@@ -3,10 +3,13 @@
 use candle_core::Tensor;
 
 use crate::bucket::BucketLayout;
-use crate::engine::{Engine, StepReport};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::loss::Loss;
 use crate::memory::Ledger;
-use crate::optim::{Optimizer, ParamGroup};
+use crate::norm::GradNorm;
+use crate::optim::{LrSchedule, Optimizer, ParamGroup};
+use crate::step::StepReport;
 use crate::store::ParamStore;
 
 /// Trains one rank's replica together with the other ranks.
@@ -30,6 +33,41 @@ pub trait Trainer {
     /// # Errors
     /// [`Error::Misuse`] if gradients of an earlier backward wait for `step`; those of Candle and of the collectives.
     fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.backward_weighted(Loss::PerRank(loss))
+    }
+
+    /// Like [`backward`](Self::backward), where ranks hold different numbers of samples or tokens, or none; see [`Loss`].
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_nn::Module;
+    /// # use dp_core::{DistributedDataParallel, Loss, ParamStore, Result, Sgd, Trainer, World, max_over_ranks};
+    /// # fn main() -> Result<()> {
+    /// # World::threads(2)?.run(|rank| {
+    /// # let store = ParamStore::new(rank.device());
+    /// # let model = candle_nn::linear(2, 1, store.var_builder(DType::F32))?;
+    /// # let mut trainer = DistributedDataParallel::new(store, rank.comm(), Sgd::new(0.1))?;
+    /// # let batches = vec![Tensor::ones((4, 2), DType::F32, &Device::Cpu)?; 3 - rank.rank()];
+    /// let steps = max_over_ranks(rank.comm().as_ref(), batches.len())?;
+    /// for i in 0..steps {
+    ///     match batches.get(i) {
+    ///         Some(x) => {
+    ///             let loss = model.forward(x)?.sqr()?.mean_all()?;
+    ///             trainer.backward_weighted(Loss::Mean { loss: &loss, count: x.dim(0)? })?;
+    ///         }
+    ///         None => trainer.backward_weighted(Loss::Nothing)?, // joins the others, with weight 0
+    ///     }
+    ///     trainer.step()?;
+    /// }
+    /// # assert_eq!(trainer.num_steps(), 3);
+    /// # Ok(())
+    /// # })
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    fn backward_weighted(&mut self, loss: Loss<'_>) -> Result<()> {
         self.engine_mut().backward(loss, 0, true)
     }
 
@@ -59,7 +97,15 @@ pub trait Trainer {
     /// # Errors
     /// [`Error::Misuse`] without gradients or when called twice; [`Error::InvalidArgument`] unless `max_norm > 0`.
     fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
-        self.engine_mut().clip_grad_norm(max_norm)
+        self.engine_mut().clip_grad_norm(GradNorm::L2, max_norm)
+    }
+
+    /// [`clip_grad_norm`](Self::clip_grad_norm) by another norm (`norm_type` in PyTorch).
+    ///
+    /// # Errors
+    /// As [`clip_grad_norm`](Self::clip_grad_norm).
+    fn clip_grad_norm_by(&mut self, norm: GradNorm, max_norm: f64) -> Result<f64> {
+        self.engine_mut().clip_grad_norm(norm, max_norm)
     }
 
     /// Waits for the reductions, and updates the parameters: each rank those elements whose state it keeps.
@@ -120,6 +166,14 @@ pub trait Trainer {
         }
     }
 
+    /// Multiplies the learning rates by a schedule's factor from now on; call it alike on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the schedule's field.
+    fn set_lr_schedule(&mut self, schedule: LrSchedule) -> Result<()> {
+        self.engine_mut().set_schedule(schedule)
+    }
+
     /// Returns when all ranks have called it.
     ///
     /// # Errors
@@ -169,6 +223,14 @@ impl<T: Trainer + ?Sized> Accumulation<'_, T> {
     /// # Errors
     /// [`Error::Misuse`] after the last one; otherwise as [`Trainer::backward`].
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.backward_weighted(Loss::PerRank(loss))
+    }
+
+    /// Adds the gradients of one micro-batch with its weight; see [`Loss`].
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_weighted(&mut self, loss: Loss<'_>) -> Result<()> {
         if self.done == self.num_micro_batches {
             let message = format!("all {} micro-batches of this window are done", self.done);
             return Err(Error::misuse("Accumulation::backward", message));

@@ -137,17 +137,17 @@ impl ModelStates {
     }
 }
 
-/// Bytes that `rank` sends in one step of one micro-batch, without clipping and buffers: for each bucket of `S` padded
-/// bytes `2 (N-1)/N S`, in all strategies alike (all-reduce, or reduce-scatter and all-gather), and an all-reduce of
-/// one byte per named tensor, which tells whether any rank has used it.
+/// Bytes that `rank` sends in one step of one micro-batch, without clipping, buffers and extra checks: for each bucket of
+/// `S` padded bytes `2 (N-1)/N S`, in all strategies alike (all-reduce, or reduce-scatter and all-gather), and a small
+/// all-reduce of 8 bytes per named tensor and 24 more, which tells the weight of the step and who was used by any rank.
 pub fn bytes_sent_per_step(layout: &BucketLayout, num_named: usize, rank: usize) -> u64 {
-    let n = layout.world_size() as u64;
+    let (n, r) = (layout.world_size() as u64, rank as u64);
     let padded = 4 * layout.padded_len() as u64;
     let gradients_and_parameters = 2 * (n - 1) * (padded / n);
-    let (r, flags) = (rank as u64, num_named as u64);
-    // Slices of an all-reduce need not be equal: rank r reduces [r L/N, (r+1) L/N).
-    let own_flags = (r + 1) * flags / n - r * flags / n;
-    gradients_and_parameters + (flags - own_flags) + (n - 1) * own_flags
+    // Slices of an all-reduce need not be equal: rank r reduces elements [r L/N, (r+1) L/N).
+    let summary = 3 + num_named as u64;
+    let own = (r + 1) * summary / n - r * summary / n;
+    gradients_and_parameters + 8 * ((summary - own) + (n - 1) * own)
 }
 
 #[cfg(test)]

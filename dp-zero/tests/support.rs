@@ -5,8 +5,8 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_nn::{Init, Linear, Module, VarBuilder};
 use dp_core::engine::Engine;
 use dp_core::{
-    BucketCaps, DdpConfig, DistributedDataParallel, Optimizer, ParamGroups, ParamStore, Rank,
-    Result, Trainer, World,
+    BucketCaps, DdpConfig, DistributedDataParallel, EngineConfig, Optimizer, ParamGroups,
+    ParamStore, Rank, Result, Trainer, World,
 };
 use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
 
@@ -88,9 +88,23 @@ impl<O: Optimizer> AnyTrainer<O> {
         optimizer: impl Into<ParamGroups<O>>,
         caps: BucketCaps,
     ) -> Result<Self> {
+        Self::with_settings(strategy, store, rank, optimizer, |engine| {
+            engine.bucket_caps = caps;
+        })
+    }
+
+    /// With settings of the engine changed by `change`.
+    pub fn with_settings(
+        strategy: Sharding,
+        store: ParamStore,
+        rank: &Rank,
+        optimizer: impl Into<ParamGroups<O>>,
+        change: impl FnOnce(&mut EngineConfig),
+    ) -> Result<Self> {
         let stage = match strategy {
             Sharding::Ddp => {
-                let config = DdpConfig::default().with_bucket_caps(caps);
+                let mut config = DdpConfig::default();
+                change(&mut config.engine);
                 let ddp =
                     DistributedDataParallel::with_config(store, rank.comm(), optimizer, config)?;
                 return Ok(Self::Ddp(ddp));
@@ -99,7 +113,8 @@ impl<O: Optimizer> AnyTrainer<O> {
             Sharding::Zero2 => ZeroStage::Two,
             Sharding::Zero3 => unreachable!("no trainer"),
         };
-        let config = ZeroConfig::stage(stage).with_bucket_caps(caps);
+        let mut config = ZeroConfig::stage(stage);
+        change(&mut config.engine);
         Ok(Self::Zero(ZeroOptimizer::new(
             store,
             rank.comm(),

@@ -15,3 +15,9 @@ mod backward;
 
 /// Bytes held and bytes sent: counted against predicted.
 mod memory;
+
+/// What a step does when ranks hold different amounts of data, or none.
+mod weights;
+
+/// Steps that are skipped or refused on all ranks together; schedules; ranks that have drifted apart.
+mod safeguards;

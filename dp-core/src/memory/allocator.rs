@@ -58,8 +58,9 @@ pub struct HeapUsage {
 /// Heap use attributed to `rank`, or to threads of no rank for `None`. All zeros unless a [`CountingAllocator`] is
 /// installed.
 ///
-/// A block freed by another rank's thread than the one that allocated it is taken off the freeing rank; the framework
-/// hands every buffer back to its owner, so this happens only to what user code moves between ranks.
+/// A block freed by another rank's thread than the one that allocated it is taken off the freeing rank. The framework
+/// hands every buffer back to its owner; what moves between ranks is what user code moves, and the bookkeeping of
+/// collectives, some hundred bytes each, which the first rank to come allocates and the last one to leave frees.
 pub fn heap_usage(rank: Option<usize>) -> HeapUsage {
     let c = counters(rank);
     let read = |v: &AtomicI64| v.load(Ordering::Relaxed).max(0) as u64;

@@ -2,10 +2,12 @@
 
 mod adamw;
 mod groups;
+mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
 pub use groups::{ParamGroup, ParamGroups};
+pub use schedule::LrSchedule;
 pub use sgd::Sgd;
 
 use crate::error::Result;

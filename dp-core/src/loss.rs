@@ -1,0 +1,86 @@
+//! The loss of one rank's micro-batch, and what it weighs in the mean over all ranks.
+
+use candle_core::Tensor;
+
+use crate::error::{Error, Result};
+
+/// One rank's loss, and how it enters the mean. With `w` the weight, the gradients of a step are
+///
+/// ```text
+/// (sum over ranks and micro-batches of w * gradient of the rank's mean) / (sum over ranks and micro-batches of w)
+/// ```
+///
+/// so they are exact where ranks hold different numbers of samples or tokens, none included. All ranks use the same kind
+/// in a step: either [`PerRank`](Self::PerRank), or one of the counted ones; [`Nothing`](Self::Nothing) goes with both.
+#[derive(Debug, Clone, Copy)]
+pub enum Loss<'a> {
+    /// A mean over the rank's own samples, and each rank weighs the same (a mean of means): `w = 1`. What PyTorch's
+    /// DistributedDataParallel does.
+    PerRank(&'a Tensor),
+    /// A mean over `count` samples or tokens: `w = count`. With a count of 0 the loss is ignored, also if it is NaN.
+    Mean {
+        /// One number.
+        loss: &'a Tensor,
+        /// What it is the mean of.
+        count: usize,
+    },
+    /// A sum over `count` samples or tokens: `w = count`, and the gradient of the rank's mean is this one's over `count`.
+    Sum {
+        /// One number.
+        loss: &'a Tensor,
+        /// What it is the sum of.
+        count: usize,
+    },
+    /// This rank has no data left, and joins the others with weight 0.
+    Nothing,
+}
+
+/// The kinds of weights that cannot be mixed in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WeightKind {
+    PerRank,
+    Counted,
+}
+
+/// A loss whose gradient is already multiplied by its weight.
+pub(crate) struct WeightedLoss {
+    /// `None`: nothing to compute.
+    pub tensor: Option<Tensor>,
+    pub weight: f64,
+    pub kind: Option<WeightKind>,
+}
+
+impl Loss<'_> {
+    pub(crate) fn weighted(self) -> Result<WeightedLoss> {
+        let (loss, weight, kind) = match self {
+            Self::PerRank(loss) => (loss, 1, Some(WeightKind::PerRank)),
+            Self::Mean { loss, count } | Self::Sum { loss, count } => {
+                (loss, count, Some(WeightKind::Counted))
+            }
+            Self::Nothing => {
+                return Ok(WeightedLoss {
+                    tensor: None,
+                    weight: 0.0,
+                    kind: None,
+                });
+            }
+        };
+        if loss.elem_count() != 1 {
+            let shape = loss.shape();
+            return Err(Error::invalid(
+                "loss",
+                format!("must be one number, got shape {shape:?}"),
+            ));
+        }
+        let tensor = match self {
+            _ if weight == 0 => None,
+            Self::Mean { .. } => Some((loss * weight as f64)?),
+            _ => Some(loss.clone()),
+        };
+        Ok(WeightedLoss {
+            tensor,
+            weight: weight as f64,
+            kind,
+        })
+    }
+}

@@ -1,0 +1,35 @@
+//! Finding NaN and infinity in gradients, so that all ranks skip the step together.
+
+use crate::buffer::Buffer;
+use crate::comm::{Collective, Communicator, Request};
+use crate::error::Result;
+
+/// What to do about gradients that are NaN or infinite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NonFinite {
+    /// Nothing: they reach the parameters, alike on all ranks, as in PyTorch.
+    #[default]
+    Keep,
+    /// All ranks skip the step: parameters, optimizer state, step count and schedule stay as they are. The report names
+    /// the parameter. Costs a pass over the gradients and one small all-gather per step.
+    SkipStep,
+}
+
+/// Agrees over all ranks on the first parameter whose gradient some rank has found not to be finite, and on the first
+/// rank that has. `mine`: a position in the order that ranks share.
+pub(crate) fn agree(
+    mine: Option<usize>,
+    comm: &dyn Communicator,
+) -> Result<Option<(usize, usize)>> {
+    let (rank, n) = (comm.rank(), comm.world_size());
+    let mut found = vec![-1i64; n];
+    found[rank] = mine.map_or(-1, |position| position as i64);
+    let request = Request::new(
+        Collective::AllGather,
+        "parameters with non-finite gradients",
+    );
+    let found = comm.start(request, Buffer::from_vec(found))?.wait()?;
+    let ranks = found.as_slice::<i64>()?.iter().enumerate();
+    let first = ranks.filter(|(_, p)| **p >= 0).min_by_key(|(_, p)| **p);
+    Ok(first.map(|(rank, position)| (*position as usize, rank)))
+}

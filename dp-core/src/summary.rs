@@ -1,0 +1,75 @@
+//! What all ranks together did in a window of micro-batches: one small all-reduce per step.
+
+use crate::buffer::Buffer;
+use crate::error::{Error, Result};
+use crate::loss::{WeightKind, WeightedLoss};
+
+/// Numbers before the flags of the parameters.
+const HEADER: usize = 3;
+
+/// One rank's micro-batches.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Weights {
+    weight: f64,
+    num_per_rank: usize,
+    num_counted: usize,
+}
+
+impl Weights {
+    pub fn add(&mut self, loss: &WeightedLoss) {
+        self.weight += loss.weight;
+        match loss.kind {
+            Some(WeightKind::PerRank) => self.num_per_rank += 1,
+            Some(WeightKind::Counted) => self.num_counted += 1,
+            None => {}
+        }
+    }
+
+    /// What this rank adds to the sum: its weights, and 1 for each parameter it used, in the order that ranks share.
+    pub fn to_buffer(self, order: &[usize], used: &[bool]) -> Buffer {
+        let header = [
+            self.weight,
+            self.num_per_rank as f64,
+            self.num_counted as f64,
+        ];
+        let flags = order.iter().map(|i| f64::from(u8::from(used[*i])));
+        Buffer::from_vec(header.into_iter().chain(flags).collect::<Vec<f64>>())
+    }
+}
+
+/// All ranks' micro-batches.
+#[derive(Debug, Clone)]
+pub(crate) struct Summary {
+    /// The sum of all weights.
+    pub weight: f64,
+    /// Per parameter: some rank has used it.
+    pub used: Vec<bool>,
+}
+
+impl Summary {
+    /// Reads the sum over ranks.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`], on every rank, if kinds of weights were mixed.
+    pub fn read(sum: &Buffer, order: &[usize]) -> Result<Self> {
+        let sum = sum.as_slice::<f64>()?;
+        let (num_per_rank, num_counted) = (sum[1], sum[2]);
+        if num_per_rank > 0.0 && num_counted > 0.0 {
+            return Err(Error::misuse(
+                "backward",
+                format!(
+                    "over all ranks and micro-batches of this step, {num_per_rank} losses weigh the same per rank and \
+                     {num_counted} weigh by a count; use one kind, so that the mean has a meaning"
+                ),
+            ));
+        }
+        let mut used = vec![false; order.len()];
+        for (&param_idx, flag) in order.iter().zip(&sum[HEADER..]) {
+            used[param_idx] = *flag > 0.0;
+        }
+        Ok(Self {
+            weight: sum[0],
+            used,
+        })
+    }
+}
