@@ -305,6 +305,16 @@ impl Rank {
         Arc::clone(&self.comm)
     }
 
+    /// A seed of this rank's own, for random numbers that must differ between ranks, such as dropout masks: a function of
+    /// `seed` and the rank. What must be equal on all ranks (initial values, the shuffled order) takes `seed` itself.
+    pub fn seed(&self, seed: u64) -> u64 {
+        // The finaliser of SplitMix64 is a bijection, so two ranks never share a seed.
+        let mut z = seed.wrapping_add((self.rank() as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
     /// The device this rank computes on.
     pub fn device(&self) -> &Device {
         &self.device

@@ -10,6 +10,7 @@
 mod causal_mask;
 mod causal_self_attention;
 mod cross_entropy;
+mod dropout;
 mod gelu;
 mod layer_norm;
 mod softmax;
@@ -18,6 +19,7 @@ mod widen;
 pub use causal_mask::CausalMask;
 pub use causal_self_attention::{CausalSelfAttention, attention};
 pub use cross_entropy::cross_entropy;
+pub use dropout::Dropout;
 pub use gelu::gelu_tanh;
 pub use layer_norm::LayerNorm;
 pub use softmax::softmax;

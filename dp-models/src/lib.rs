@@ -50,7 +50,8 @@ mod ids;
 
 pub use gpt::{Gpt, GptConfig, Sampling};
 pub use layers::{
-    CausalMask, CausalSelfAttention, LayerNorm, attention, cross_entropy, gelu_tanh, softmax,
+    CausalMask, CausalSelfAttention, Dropout, LayerNorm, attention, cross_entropy, gelu_tanh,
+    softmax,
 };
 pub use mlp::{Activation, Mlp, MlpConfig};
 pub use tokens::ByteTokens;

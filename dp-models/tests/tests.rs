@@ -20,3 +20,6 @@ mod overfit;
 
 /// Texts, windows and batches.
 mod tokens;
+
+/// Dropout: rates, scale, seeds, gradient.
+mod dropout;

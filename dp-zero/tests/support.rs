@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_nn::{Init, Linear, Module, VarBuilder};
 use dp_core::engine::Engine;
 use dp_core::{
-    BucketCaps, DdpConfig, DistributedDataParallel, EngineConfig, Optimizer, ParamGroups,
+    Backend, BucketCaps, DdpConfig, DistributedDataParallel, EngineConfig, Optimizer, ParamGroups,
     ParamStore, Rank, Result, Trainer, World,
 };
 use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
@@ -19,6 +19,15 @@ where
     T: Send + 'static,
     F: Fn(Rank) -> Result<T> + Send + Sync + 'static,
 {
+    ranks_on(Backend::SharedMemory, world_size, f)
+}
+
+/// [`ranks`] on a backend.
+pub fn ranks_on<T, F>(backend: Backend, world_size: usize, f: F) -> Vec<T>
+where
+    T: Send + 'static,
+    F: Fn(Rank) -> Result<T> + Send + Sync + 'static,
+{
     let results: Arc<Mutex<Vec<Option<T>>>> = Arc::default();
     results
         .lock()
@@ -26,6 +35,7 @@ where
         .resize_with(world_size, || None);
     let slots = Arc::clone(&results);
     run_guarded(
+        backend,
         world_size,
         Box::new(move |rank| {
             let index = rank.rank();
@@ -42,9 +52,14 @@ where
 }
 
 /// The one place where tests run a world: not generic, so that it is compiled once.
-fn run_guarded(world_size: usize, f: Box<dyn Fn(Rank) -> Result<()> + Send + Sync>) {
+fn run_guarded(
+    backend: Backend,
+    world_size: usize,
+    f: Box<dyn Fn(Rank) -> Result<()> + Send + Sync>,
+) {
     let world = World::threads(world_size)
         .expect("a positive world size")
+        .with_backend(backend)
         .with_timeout(Duration::from_secs(10))
         .with_threads_per_rank(1);
     let (done, finished) = mpsc::channel();

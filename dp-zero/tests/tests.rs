@@ -21,3 +21,9 @@ mod weights;
 
 /// Steps that are skipped or refused on all ranks together; schedules; ranks that have drifted apart.
 mod safeguards;
+
+/// Random numbers: different on each rank where they must be, equal where they must be.
+mod randomness;
+
+/// Random models, strategies and settings: all compute what one rank computes, bit for bit.
+mod property;

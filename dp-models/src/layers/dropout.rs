@@ -1,0 +1,68 @@
+//! Dropout with a stream of random numbers of its own.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{Result, Tensor, bail};
+use candle_nn::ModuleT;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Dropout (Srivastava et al., 2014), as `torch.nn.Dropout`: in training each element is zero with probability `p`, and
+/// the others are multiplied by `1 / (1 - p)`; otherwise the input is returned as it is.
+///
+/// `candle_nn::Dropout` draws from the device's generator, which cannot be seeded on the CPU. This one draws from its own
+/// ChaCha8 stream: the same seed gives the same masks, on every machine. Data-parallel ranks need *different* masks, so
+/// give each rank its own seed (in dp-core: `rank.seed(seed)`), and each layer its own, too.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::ModuleT;
+/// use dp_models::Dropout;
+///
+/// let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let dropout = Dropout::new(0.5, 42)?;
+/// let y = dropout.forward_t(&x, true)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(y.iter().all(|y| *y == 0.0 || *y == 2.0));
+/// assert_eq!(dropout.forward_t(&x, false)?.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Dropout {
+    p: f64,
+    rng: Mutex<ChaCha8Rng>,
+}
+
+impl Dropout {
+    /// Drops with probability `p`; masks follow from `seed`.
+    ///
+    /// # Errors
+    ///
+    /// `p` is not in `[0, 1)`.
+    pub fn new(p: f64, seed: u64) -> Result<Self> {
+        if !(0. ..1.).contains(&p) {
+            bail!("Dropout: p must be in [0, 1), got {p}")
+        }
+        Ok(Self {
+            p,
+            rng: Mutex::new(ChaCha8Rng::seed_from_u64(seed)),
+        })
+    }
+}
+
+impl ModuleT for Dropout {
+    /// Any shape, any float dtype. Advances the stream only with `train` and `p > 0`.
+    fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        if !train || self.p == 0. {
+            return Ok(x.clone());
+        }
+        let keep = 1. - self.p;
+        let scale = (1. / keep) as f32;
+        let mask: Vec<f32> = {
+            // The stream is whole between two draws, so a panic elsewhere does no harm.
+            let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
+            let draw = |_| if rng.random_bool(keep) { scale } else { 0. };
+            (0..x.elem_count()).map(draw).collect()
+        };
+        x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
+    }
+}
