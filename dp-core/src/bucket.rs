@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::store::{Param, ParamKind};
+use crate::param::{Param, ParamKind};
 
 /// Size limits of gradient buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,19 +4,21 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use candle_core::DType;
+use sha2::{Digest, Sha256};
 
 use crate::bucket::{BucketCaps, BucketLayout};
 use crate::buffer::Buffer;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
+use crate::hook::GradientSink;
 use crate::loss::Loss;
 use crate::memory::Category;
 use crate::non_finite::NonFinite;
 use crate::optim::{LrSchedule, Optimizer, ParamGroups};
-use crate::param::GradientSink;
+use crate::param::{Param, ParamKind};
 use crate::reducer::Reducer;
 use crate::replica::{ParamSpec, broadcast_values, check_replicas, check_trainable};
-use crate::store::{Param, ParamKind, ParamStore};
+use crate::store::ParamStore;
 use crate::strategy::Strategy;
 
 /// Settings that all strategies share.
@@ -28,6 +30,10 @@ pub struct EngineConfig {
     /// Give all ranks rank 0's buffers (batch-norm statistics) after each step, as PyTorch's `broadcast_buffers` does
     /// before each forward.
     pub broadcast_buffers: bool,
+    /// Walk the graph of each loss before its backward, so that a parameter which the loss does not use does not hold up
+    /// the reduction of its bucket (`find_unused_parameters` in PyTorch). Turn it off where parameters are used only
+    /// inside recomputed (checkpointed) parts, which hide their graph: then each bucket waits for all its parameters.
+    pub find_unused_parameters: bool,
     /// What to do about parameters that no rank has used.
     pub unused_parameters: UnusedParameters,
     /// What to do about NaN and infinite gradients.
@@ -51,6 +57,7 @@ impl Default for EngineConfig {
         Self {
             bucket_caps: BucketCaps::default(),
             broadcast_buffers: true,
+            find_unused_parameters: true,
             unused_parameters: UnusedParameters::default(),
             non_finite: NonFinite::default(),
             compare_replicas_every: 0,
@@ -85,6 +92,8 @@ pub struct Engine<O: Optimizer> {
     pub(crate) groups: ParamGroups<O>,
     /// Per parameter: position of its group.
     pub(crate) group_of: Vec<usize>,
+    /// A digest of `group_of` in the order that ranks share.
+    pub(crate) groups_digest: u64,
     /// Per bucket and state: the numbers of the owned range.
     pub(crate) states: Vec<Vec<Buffer>>,
     /// Per parameter: updates so far (`state['step']` in PyTorch).
@@ -118,6 +127,7 @@ impl<O: Optimizer> Engine<O> {
         ) -> Result<Box<dyn Strategy>>,
     ) -> Result<Self> {
         groups.validate()?;
+        store.seal();
         let params: Arc<[Param]> = store.params().into();
         let specs: Vec<ParamSpec> = params.iter().map(ParamSpec::of).collect();
         let order = check_replicas(&specs, comm.as_ref())?;
@@ -157,12 +167,14 @@ impl<O: Optimizer> Engine<O> {
             Arc::clone(&params),
             order.clone(),
             strategy,
-            config.non_finite == NonFinite::SkipStep,
+            config,
         ));
         let sink: Weak<Reducer> = Arc::downgrade(&reducer);
-        store.seal(sink as Weak<dyn GradientSink>);
+        store.listen(sink as Weak<dyn GradientSink>);
+        let group_of: Vec<usize> = params.iter().map(|p| groups.group_of(p.name())).collect();
         Ok(Self {
-            group_of: params.iter().map(|p| groups.group_of(p.name())).collect(),
+            groups_digest: digest(order.iter().map(|i| group_of[*i])),
+            group_of,
             param_steps: vec![0; params.len()],
             store,
             params,
@@ -197,7 +209,7 @@ impl<O: Optimizer> Engine<O> {
         }
         let done = num_before + 1;
         self.window = Window::Broken;
-        self.reducer.backward(&loss, last, &self.settings())?;
+        self.reducer.backward(&loss, last)?;
         self.window = match last {
             true => Window::Complete { done },
             false => Window::Open { done },
@@ -209,16 +221,10 @@ impl<O: Optimizer> Engine<O> {
     pub(crate) fn end_window(&mut self) -> Result<()> {
         if let Window::Open { done } = self.window {
             self.window = Window::Broken;
-            self.reducer.reduce_now(&self.settings())?;
+            self.reducer.reduce_now()?;
             self.window = Window::Complete { done };
         }
         Ok(())
-    }
-
-    /// What all ranks must have set alike.
-    fn settings(&self) -> String {
-        let optimizers: Vec<&O> = self.groups.groups().iter().map(|g| &g.optimizer).collect();
-        format!("{optimizers:?}, schedule {:?}", self.schedule)
     }
 
     /// Drops the gradients of the window, however far it is.
@@ -311,4 +317,14 @@ impl<O: Optimizer> fmt::Debug for Engine<O> {
             .field("window", &self.window)
             .finish()
     }
+}
+
+/// 64 bits of the SHA-256 of some numbers.
+fn digest(numbers: impl Iterator<Item = usize>) -> u64 {
+    let mut hash = Sha256::new();
+    numbers.for_each(|n| hash.update((n as u64).to_le_bytes()));
+    let digest = hash.finalize();
+    digest[..8]
+        .iter()
+        .fold(0, |bits, byte| bits << 8 | u64::from(*byte))
 }

@@ -38,11 +38,14 @@
 
 mod candle_threads;
 mod world;
+mod world_error;
 
 pub mod buffer;
 pub mod comm;
 
+mod hook;
 mod init;
+mod initial_values;
 mod param;
 mod store;
 
@@ -84,9 +87,11 @@ pub use metrics::{max_over_ranks, weighted_mean};
 pub use non_finite::NonFinite;
 pub use norm::GradNorm;
 pub use optim::{AdamW, LrSchedule, Optimizer, ParamGroup, ParamGroups, Sgd};
+pub use param::{Param, ParamKind};
 pub use sampler::{DistributedSampler, Remainder};
 pub use step::{SkipReason, StepReport};
-pub use store::{Param, ParamKind, ParamStore};
+pub use store::ParamStore;
 pub use trainer::{Accumulation, Trainer};
 pub use varmap_sync::VarMapSync;
-pub use world::{Backend, Rank, RankError, World, WorldError};
+pub use world::{Backend, Rank, World};
+pub use world_error::{RankError, WorldError};

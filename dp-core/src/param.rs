@@ -1,69 +1,114 @@
-//! One parameter: a tensor that reports its gradient, and whose values are read and written in place.
-//!
-//! A parameter is the output of a custom op ([`HookOp`]) on a scalar anchor variable. During `backward`, Candle calls
-//! the op's `bwd` as soon as the parameter's gradient is complete: that is the gradient hook. `bwd` returns no gradient
-//! for the anchor, so Candle keeps no copy. PyTorch calls this `register_post_accumulate_grad_hook`.
+//! One named tensor of a model, whose values are read and written in place.
 
 use std::marker::PhantomData;
-use std::sync::{Arc, Weak};
+use std::ops::Range;
+use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, InplaceOp1, Layout, Shape, Storage, Tensor};
-use parking_lot::{Mutex, RwLock};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor};
+use parking_lot::Mutex;
 
-use crate::buffer::Element;
+use crate::buffer::{Buffer, Element, with_element};
 use crate::error::{Error, Result};
+use crate::memory::{Category, Ledger};
 
-/// Receives finished gradients.
-pub(crate) trait GradientSink: Send + Sync {
-    /// The gradient of parameter `param_idx` is complete. Runs inside `backward`, on its thread.
-    fn gradient_ready(&self, param_idx: usize, grad: &Tensor) -> Result<()>;
+/// What a named tensor of the model is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ParamKind {
+    /// Trained: it has a gradient hook.
+    Trained,
+    /// A parameter that keeps its value: no gradient, no optimizer state.
+    Frozen,
+    /// State that layers write themselves, such as batch-norm statistics: no gradient.
+    Buffer,
 }
 
-/// Where the parameters of one store look for their sink. It holds the sink weakly: the sink owns the store, the store
-/// the parameters, and these the slot.
-#[derive(Default)]
-pub(crate) struct HookSlot(RwLock<Option<Weak<dyn GradientSink>>>);
-
-impl HookSlot {
-    pub fn attach(&self, sink: Weak<dyn GradientSink>) {
-        *self.0.write() = Some(sink);
-    }
-
-    fn sink(&self) -> Option<Arc<dyn GradientSink>> {
-        self.0.read().as_ref()?.upgrade()
-    }
+/// A named tensor of a [`ParamStore`].
+#[derive(Debug, Clone)]
+pub struct Param {
+    pub(crate) name: Arc<str>,
+    pub(crate) tensor: Tensor,
+    pub(crate) kind: ParamKind,
 }
 
-/// The op whose output is a parameter.
-pub(crate) struct HookOp {
-    pub name: Arc<str>,
-    pub param_idx: usize,
-    pub hooks: Arc<HookSlot>,
-    /// Handed out by the one forward call that creates the parameter.
-    pub initial: Mutex<Option<(CpuStorage, Shape)>>,
-}
-
-impl CustomOp1 for HookOp {
-    fn name(&self) -> &'static str {
-        "parameter"
+impl Param {
+    /// A trained parameter that lives elsewhere than in a store.
+    pub(crate) fn trained(name: &str, tensor: &Tensor) -> Self {
+        Self {
+            name: name.into(),
+            tensor: tensor.clone(),
+            kind: ParamKind::Trained,
+        }
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.initial.lock().take().ok_or_else(|| {
-            candle_core::Error::msg(format!("parameter `{}` was already created", self.name))
+    /// The full name, e.g. `blocks.0.qkv.weight`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The tensor that the model's layers hold.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Trained, frozen or buffer.
+    pub fn kind(&self) -> ParamKind {
+        self.kind
+    }
+
+    /// Number of elements.
+    pub fn num_elements(&self) -> usize {
+        self.tensor.elem_count()
+    }
+
+    /// Copies elements `range` (row-major) to `out`, without a temporary.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] unless f32 on the CPU; [`Error::InvalidArgument`] if lengths do not fit.
+    pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        self.check_range(&range, out.len())?;
+        with_values(&self.tensor, |values| out.copy_from_slice(&values[range]))
+    }
+
+    /// Overwrites elements `range` (row-major) in place: layers see the new values at once.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] unless f32 on the CPU; [`Error::InvalidArgument`] if lengths do not fit.
+    pub fn write(&self, range: Range<usize>, values: &[f32]) -> Result<()> {
+        self.check_range(&range, values.len())?;
+        with_values_mut(&self.tensor, |own| own[range].copy_from_slice(values))
+    }
+
+    fn check_range(&self, range: &Range<usize>, len: usize) -> Result<()> {
+        if range.start <= range.end && range.end <= self.num_elements() && range.len() == len {
+            return Ok(());
+        }
+        let own = self.num_elements();
+        let message = format!(
+            "elements {range:?} of {own} in `{}`, with {len} values",
+            self.name
+        );
+        Err(Error::invalid("range", message))
+    }
+
+    /// A copy of the values, of any float dtype.
+    pub(crate) fn to_buffer(&self, ledger: &Ledger) -> Result<Buffer> {
+        let (dtype, len) = (self.tensor.dtype(), self.num_elements());
+        let mut buffer = Buffer::reserved(dtype, len, ledger, Category::Communication)?;
+        with_element!(dtype, T => {
+            let out = buffer.as_mut_slice::<T>()?;
+            with_values::<T, _>(&self.tensor, |values| out.copy_from_slice(values))?;
+        });
+        Ok(buffer)
+    }
+
+    /// Overwrites the values in place; dtype and length must fit.
+    pub(crate) fn set_from_buffer(&self, buffer: &Buffer) -> Result<()> {
+        with_element!(buffer.dtype(), T => {
+            let values = buffer.as_slice::<T>()?;
+            with_values_mut::<T, _>(&self.tensor, |own| own.copy_from_slice(values))
         })
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let sink = self.hooks.sink().ok_or_else(|| {
-            Error::parameter(
-                &self.name,
-                "its gradient arrived, but no trainer listens; create a DistributedDataParallel or a ZeroOptimizer \
-                 over its ParamStore, keep it alive, and call backward on it",
-            )
-        })?;
-        sink.gradient_ready(self.param_idx, grad)?;
-        Ok(None)
     }
 }
 

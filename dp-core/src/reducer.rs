@@ -5,18 +5,22 @@
 //! gradients are there and all buckets before it are launched; what is left at the end of backward, because a
 //! parameter was not used, is launched then, with zeros for what is missing.
 
-use std::collections::VecDeque;
+use std::cell::Cell;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Tensor, TensorId};
 use parking_lot::Mutex;
 
 use crate::bucket::BucketLayout;
 use crate::comm::{Collective, Communicator, Pending, ReduceOp, Request};
+use crate::engine::EngineConfig;
 use crate::error::{Error, Result};
+use crate::hook::GradientSink;
 use crate::loss::WeightedLoss;
-use crate::param::{GradientSink, read_values};
-use crate::store::Param;
+use crate::non_finite::NonFinite;
+use crate::param::Param;
+use crate::param::read_values;
 use crate::strategy::Strategy;
 use crate::summary::{Summary, Weights};
 
@@ -34,6 +38,10 @@ struct State {
     running: Option<Run>,
     /// The error of a hook: Candle's backward would turn it into text.
     hook_error: Option<Error>,
+    /// Positions of the parameters by tensor, to find them in a loss's graph; `None`: all are waited for.
+    by_tensor: Option<HashMap<TensorId, usize>>,
+    /// Per parameter: it is used by the loss of this backward, so its bucket waits for it.
+    expected: Vec<bool>,
     /// Per parameter: its gradient has appeared in this backward.
     arrived: Vec<bool>,
     /// Per parameter: the open buffer holds a gradient of it.
@@ -45,21 +53,46 @@ struct State {
     watch_finite: bool,
     /// The weights of this rank's micro-batches in this window.
     mine: Weights,
-    /// Per bucket: gradients that have not appeared in this backward.
+    /// Per bucket: expected gradients that have not appeared in this backward.
     missing: Vec<usize>,
     next_launch: usize,
     in_flight: VecDeque<(usize, Pending)>,
     warned_order: bool,
     /// Per bucket: it has been reduced in this window; a further micro-batch adds to it.
     reduced: Vec<bool>,
-    /// The summary over all ranks: under way, then there.
-    pending_summary: Option<Pending>,
+    /// The summary over all ranks, after `settle`.
     summary: Option<Summary>,
 }
 
 #[derive(Clone, Copy)]
 struct Run {
     reduce: bool,
+}
+
+/// While it lives, gradients belong to this reducer's backward.
+struct Running<'a>(&'a Reducer);
+
+thread_local! {
+    /// Backward passes of trainers that run on this thread, one inside the other.
+    static NUM_RUNNING: Cell<usize> = const { Cell::new(0) };
+}
+
+impl<'a> Running<'a> {
+    fn new(reducer: &'a Reducer) -> Self {
+        NUM_RUNNING.set(NUM_RUNNING.get() + 1);
+        Self(reducer)
+    }
+
+    fn any_on_this_thread() -> bool {
+        NUM_RUNNING.get() > 0
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        NUM_RUNNING.set(NUM_RUNNING.get() - 1);
+        self.0.0.lock().running = None;
+    }
 }
 
 impl GradientSink for Reducer {
@@ -80,9 +113,17 @@ impl Reducer {
         params: Arc<[Param]>,
         order: Vec<usize>,
         strategy: Box<dyn Strategy>,
-        watch_finite: bool,
+        config: &EngineConfig,
     ) -> Self {
         let (num_params, num_buckets) = (params.len(), layout.buckets().len());
+        let watch_finite = config.non_finite == NonFinite::SkipStep;
+        let by_tensor = config.find_unused_parameters.then(|| {
+            params
+                .iter()
+                .enumerate()
+                .map(|(i, p)| (p.tensor().id(), i))
+                .collect()
+        });
         Self(Mutex::new(State {
             comm,
             layout,
@@ -91,6 +132,8 @@ impl Reducer {
             strategy,
             running: None,
             hook_error: None,
+            by_tensor,
+            expected: vec![true; num_params],
             arrived: vec![false; num_params],
             written: vec![false; num_params],
             used: vec![false; num_params],
@@ -102,77 +145,71 @@ impl Reducer {
             not_finite: vec![false; num_params],
             watch_finite,
             mine: Weights::default(),
-            pending_summary: None,
             summary: None,
         }))
     }
 
     /// Runs backward on `loss`, with hooks that fill the buckets. `last`: the last micro-batch of its window.
-    ///
-    /// `settings`: what all ranks must agree on for the step; it goes with the summary, so a difference is a mismatch.
-    pub fn backward(&self, loss: &WeightedLoss, last: bool, settings: &str) -> Result<()> {
+    pub fn backward(&self, loss: &WeightedLoss, last: bool) -> Result<()> {
         let reduce = self.0.lock().begin(loss, last);
+        // Also when a panic passes through: no gradient may be taken for one of this backward after it.
+        let running = Running::new(self);
         let outcome = match &loss.tensor {
             Some(tensor) => tensor.backward().map(drop),
             None => Ok(()),
         };
+        drop(running);
         let mut state = self.0.lock();
-        state.running = None;
         if let Err(error) = outcome {
             return Err(state.hook_error.take().unwrap_or_else(|| error.into()));
         }
         if reduce {
             state.launch_rest()?;
         }
-        if last {
-            state.start_summary(settings)?;
-        }
         Ok(())
     }
 
     /// Reduces what a window that ended early has gathered.
-    pub fn reduce_now(&self, settings: &str) -> Result<()> {
+    pub fn reduce_now(&self) -> Result<()> {
         let mut state = self.0.lock();
         if !state.strategy.reduces_every_micro_batch() {
             state.next_launch = 0;
             state.launch_rest()?;
         }
-        state.start_summary(settings)
+        Ok(())
     }
 
-    /// Waits for all reductions of the window. Then gradients are weighted means.
-    pub fn settle(&self) -> Result<Summary> {
+    /// Waits for all reductions of the window, and sums up what the ranks did. Then gradients are weighted means.
+    ///
+    /// `agreement`: what all ranks must be about to do alike. It is the label of the summary's collective, so a rank that
+    /// differs is a mismatch, which names both sides.
+    pub fn settle(&self, agreement: &str) -> Result<Summary> {
         let mut state = self.0.lock();
+        if let Some(summary) = &state.summary {
+            return Ok(summary.clone());
+        }
+        let request = Request::new(Collective::AllReduce(ReduceOp::Sum), agreement);
+        let mine = state.mine.to_buffer(&state.order, &state.used);
+        let pending = state.comm.start(request, mine)?;
         while state.collect_oldest()? {}
-        if let Some(pending) = state.pending_summary.take() {
-            let summary = Summary::read(&pending.wait()?, &state.order)?;
-            // The mean rule. Each reduction has divided the sum over ranks by N, early, so that 16-bit sums cannot
-            // overflow; the weights are known only now. For one micro-batch of weight 1 on each rank nothing is left.
-            let rest = summary.weight / state.comm.world_size() as f64;
-            if rest != 1.0 && rest != 0.0 {
-                for bucket in 0..state.layout.buckets().len() {
-                    let gradient = state.strategy.gradient_mut(bucket)?;
-                    gradient.iter_mut().for_each(|g| *g /= rest as f32);
-                }
+        let summary = Summary::read(&pending.wait()?, &state.order)?;
+        // The mean rule. Each reduction has divided the sum over ranks by N, in its accumulator; the weights are known
+        // only now. For one micro-batch of weight 1 on each rank nothing is left to divide by.
+        let rest = summary.weight / state.comm.world_size() as f64;
+        if rest != 1.0 && rest != 0.0 {
+            for bucket in 0..state.layout.buckets().len() {
+                let gradient = state.strategy.gradient_mut(bucket)?;
+                gradient.iter_mut().for_each(|g| *g /= rest as f32);
             }
-            state.summary = Some(summary);
         }
-        match &state.summary {
-            Some(summary) => Ok(summary.clone()),
-            None => Err(Error::misuse(
-                "step",
-                "there are no gradients; call backward first",
-            )),
-        }
+        state.summary = Some(summary.clone());
+        Ok(summary)
     }
 
     /// Waits for the reductions under way, and drops their results.
     pub fn discard(&self) -> Result<()> {
         let mut state = self.0.lock();
         while state.collect_oldest()? {}
-        if let Some(summary) = state.pending_summary.take() {
-            summary.wait()?;
-        }
         Ok(())
     }
 
@@ -207,8 +244,16 @@ impl State {
         if each_time {
             self.written.fill(false);
         }
+        if let Some(by_tensor) = &self.by_tensor {
+            self.expected.fill(false);
+            let nodes = loss.tensor.iter().flat_map(Tensor::sorted_nodes);
+            for index in nodes.filter_map(|node| by_tensor.get(&node.id())) {
+                self.expected[*index] = true;
+            }
+        }
         for (missing, bucket) in self.missing.iter_mut().zip(self.layout.buckets()) {
-            *missing = bucket.slots.len();
+            let expected = bucket.slots.iter().filter(|s| self.expected[s.param_idx]);
+            *missing = expected.count();
         }
         self.next_launch = 0;
         self.mine.add(loss);
@@ -220,12 +265,18 @@ impl State {
     fn accept(&mut self, param_idx: usize, grad: &Tensor) -> Result<()> {
         let params = Arc::clone(&self.params);
         let name = params[param_idx].name();
-        let run = self.running.ok_or_else(|| {
-            Error::misuse(
+        let Some(run) = self.running else {
+            if Running::any_on_this_thread() {
+                // Another trainer's loss reaches into this one's model, as a generator's loss into its discriminator.
+                return Ok(());
+            }
+            return Err(Error::misuse(
                 "backward",
-                format!("the gradient of `{name}` arrived outside the trainer's backward; call trainer.backward(&loss)"),
-            )
-        })?;
+                format!(
+                    "the gradient of `{name}` arrived outside the trainer's backward; call trainer.backward(&loss)"
+                ),
+            ));
+        };
         let Some((bucket, slot)) = self.layout.place(param_idx) else {
             return Ok(());
         };
@@ -234,8 +285,8 @@ impl State {
         if bucket < self.next_launch && run.reduce {
             return Err(Error::parameter(
                 name,
-                "its gradient arrived again after its bucket was reduced; a parameter that several recomputed \
-                 (checkpointed) parts of the model share is not supported",
+                "its gradient arrived after its bucket was reduced: several recomputed (checkpointed) parts of the model \
+                 share it, or it is used only inside one; for the latter set find_unused_parameters to false",
             ));
         }
         self.make_room(bucket)?;
@@ -256,7 +307,7 @@ impl State {
         }
         self.written[param_idx] = true;
         self.used[param_idx] = true;
-        if !std::mem::replace(&mut self.arrived[param_idx], true) {
+        if !std::mem::replace(&mut self.arrived[param_idx], true) && self.expected[param_idx] {
             self.missing[bucket] -= 1;
         }
         while run.reduce && self.missing.get(self.next_launch) == Some(&0) {
@@ -321,13 +372,5 @@ impl State {
         let first = !std::mem::replace(&mut self.reduced[bucket], true);
         self.strategy.reduced(bucket, buffer, first)?;
         Ok(true)
-    }
-
-    fn start_summary(&mut self, settings: &str) -> Result<()> {
-        let label = format!("summary of the step, with {settings}");
-        let request = Request::new(Collective::AllReduce(ReduceOp::Sum), label);
-        let mine = self.mine.to_buffer(&self.order, &self.used);
-        self.pending_summary = Some(self.comm.start(request, mine)?);
-        Ok(())
     }
 }

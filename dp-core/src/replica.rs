@@ -1,5 +1,7 @@
 //! Replicas: all ranks hold the same model, by name.
 
+use std::collections::HashMap;
+
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +9,7 @@ use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Request};
 use crate::error::{Error, Result};
 use crate::memory::Ledger;
-use crate::store::{Param, ParamKind};
+use crate::param::{Param, ParamKind};
 
 /// What must agree between ranks about one parameter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,11 +52,15 @@ pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Res
         .iter()
         .map(|t| serde_json::from_slice(t).map_err(|e| Error::invalid("parameter list", e)))
         .collect::<Result<_>>()?;
+    let by_name: Vec<HashMap<&str, &ParamSpec>> = all
+        .iter()
+        .map(|specs| specs.iter().map(|s| (s.name.as_str(), s)).collect())
+        .collect();
     let reference = &all[0];
     // Parameter first, then rank: the answer is the same whichever rank computes it.
     for spec in reference {
-        for (rank, specs) in all.iter().enumerate() {
-            let other = specs.iter().find(|s| s.name == spec.name);
+        for (rank, specs) in by_name.iter().enumerate() {
+            let other = specs.get(spec.name.as_str()).copied();
             if other != Some(spec) {
                 let other = other.map_or("missing".to_string(), ParamSpec::describe);
                 return Err(Error::ReplicaMismatch {
@@ -68,7 +74,7 @@ pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Res
     for (rank, specs) in all.iter().enumerate() {
         let extra = specs
             .iter()
-            .find(|s| !reference.iter().any(|r| r.name == s.name));
+            .find(|s| !by_name[0].contains_key(s.name.as_str()));
         if let Some(extra) = extra {
             return Err(Error::ReplicaMismatch {
                 parameter: extra.name.clone(),
@@ -77,8 +83,15 @@ pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Res
             });
         }
     }
-    let position = |r: &ParamSpec| mine.iter().position(|m| m.name == r.name);
-    Ok(reference.iter().filter_map(position).collect())
+    let positions: HashMap<&str, usize> = mine
+        .iter()
+        .zip(0..)
+        .map(|(s, i)| (s.name.as_str(), i))
+        .collect();
+    Ok(reference
+        .iter()
+        .filter_map(|r| positions.get(r.name.as_str()).copied())
+        .collect())
 }
 
 /// Gives every rank the values that rank 0 holds, in `order`.

@@ -5,7 +5,8 @@ use sha2::{Digest, Sha256};
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Request};
 use crate::error::{Error, Result};
-use crate::store::{Param, little_endian_bytes};
+use crate::param::Param;
+use crate::store::little_endian_bytes;
 
 /// Compares 64 bits of the SHA-256 of each parameter's values over the ranks. `order`: the positions in `params` that
 /// ranks share.

@@ -9,9 +9,9 @@ use crate::non_finite::{self, NonFinite};
 use crate::norm::{GradNorm, clip_factor, global_norm};
 use crate::optim::Optimizer;
 use crate::param::with_values_mut;
+use crate::param::{Param, ParamKind};
 use crate::replica::broadcast_values;
 use crate::sentinel::compare_replicas;
-use crate::store::{Param, ParamKind};
 use crate::strategy::Strategy;
 
 /// What one optimizer step did. The same on all ranks.
@@ -22,7 +22,7 @@ pub struct StepReport {
     pub step: u64,
     /// Why nothing was changed; `None` after an ordinary step.
     pub skipped: Option<SkipReason>,
-    /// Micro-batches on this rank.
+    /// Micro-batches on each rank.
     pub num_micro_batches: usize,
     /// The weights of all micro-batches of all ranks together: their number, or the number of samples or tokens.
     pub weight: f64,
@@ -59,14 +59,15 @@ impl<O: Optimizer> Engine<O> {
                 format!("{max_norm} is not finite and > 0"),
             ));
         }
-        self.require_complete_window("clip_grad_norm")?;
+        let num_micro_batches = self.require_complete_window("clip_grad_norm")?;
         if self.clipping.is_some() {
             return Err(Error::misuse(
                 "clip_grad_norm",
                 "the gradients are clipped already; call step",
             ));
         }
-        self.reducer.settle()?;
+        self.reducer
+            .settle(&self.agreement(num_micro_batches, Some((kind, max_norm))))?;
         let num_buckets = self.layout.buckets().len();
         let norm = self.reducer.with_strategy(|strategy| {
             let gradients: Vec<&[f32]> = (0..num_buckets)
@@ -82,7 +83,9 @@ impl<O: Optimizer> Engine<O> {
     pub(crate) fn step(&mut self) -> Result<StepReport> {
         let num_micro_batches = self.require_complete_window("step")?;
         self.check_groups()?;
-        let summary = self.reducer.settle()?;
+        let summary = self
+            .reducer
+            .settle(&self.agreement(num_micro_batches, None))?;
         let unused = self.unused_names(&summary.used);
         let skipped = match summary.weight == 0.0 {
             true => Some(SkipReason::NoSamples),
@@ -115,6 +118,27 @@ impl<O: Optimizer> Engine<O> {
             compare_replicas(&self.params, &self.order, self.steps, self.comm.as_ref())?;
         }
         Ok(report)
+    }
+
+    /// What all ranks must be about to do alike, in words: a difference is an error, and not a drift.
+    fn agreement(&self, num_micro_batches: usize, clipping: Option<(GradNorm, f64)>) -> String {
+        let mut text = format!(
+            "step {} of {num_micro_batches} micro-batches",
+            self.steps + 1
+        );
+        if let Some((kind, max_norm)) = clipping {
+            text += &format!(", clipped to {kind:?} norm {max_norm}");
+        }
+        for group in self.groups.groups() {
+            text += &format!(", group {}", group.name());
+            for (name, value) in group.optimizer.hyper_parameters() {
+                text += &format!(" {name} {value}");
+            }
+        }
+        text + &format!(
+            ", parameters in groups {:016x}, schedule {:?}",
+            self.groups_digest, self.schedule
+        )
     }
 
     /// Updates what this rank owns, and brings the results to all ranks.

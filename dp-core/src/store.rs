@@ -1,125 +1,23 @@
 //! The named parameters of one rank's model.
 
-use std::collections::{BTreeSet, HashMap};
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::collections::HashMap;
+use std::path::Path;
 use std::sync::{Arc, Weak};
 
-use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
-use crate::buffer::{Buffer, with_element};
 use crate::error::{Error, Result};
+use crate::hook::{GradientSink, HookOp, HookSlot};
 use crate::init::initial_values;
+use crate::initial_values::InitialValues;
 use crate::memory::{Category, Ledger, Reservation};
-use crate::param::{GradientSink, HookOp, HookSlot, with_values, with_values_mut};
+use crate::param::{Param, ParamKind};
 
 type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
-
-/// What a named tensor of the model is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum ParamKind {
-    /// Trained: it has a gradient hook.
-    Trained,
-    /// A parameter that keeps its value: no gradient, no optimizer state.
-    Frozen,
-    /// State that layers write themselves, such as batch-norm statistics: no gradient.
-    Buffer,
-}
-
-/// A named tensor of a [`ParamStore`].
-#[derive(Debug, Clone)]
-pub struct Param {
-    name: Arc<str>,
-    tensor: Tensor,
-    kind: ParamKind,
-}
-
-impl Param {
-    /// A trained parameter that lives elsewhere than in a store.
-    pub(crate) fn trained(name: &str, tensor: &Tensor) -> Self {
-        Self {
-            name: name.into(),
-            tensor: tensor.clone(),
-            kind: ParamKind::Trained,
-        }
-    }
-
-    /// The full name, e.g. `blocks.0.qkv.weight`.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The tensor that the model's layers hold.
-    pub fn tensor(&self) -> &Tensor {
-        &self.tensor
-    }
-
-    /// Trained, frozen or buffer.
-    pub fn kind(&self) -> ParamKind {
-        self.kind
-    }
-
-    /// Number of elements.
-    pub fn num_elements(&self) -> usize {
-        self.tensor.elem_count()
-    }
-
-    /// Copies elements `range` (row-major) to `out`, without a temporary.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] unless f32 on the CPU; [`Error::InvalidArgument`] if lengths do not fit.
-    pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        self.check_range(&range, out.len())?;
-        with_values(&self.tensor, |values| out.copy_from_slice(&values[range]))
-    }
-
-    /// Overwrites elements `range` (row-major) in place: layers see the new values at once.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`] unless f32 on the CPU; [`Error::InvalidArgument`] if lengths do not fit.
-    pub fn write(&self, range: Range<usize>, values: &[f32]) -> Result<()> {
-        self.check_range(&range, values.len())?;
-        with_values_mut(&self.tensor, |own| own[range].copy_from_slice(values))
-    }
-
-    fn check_range(&self, range: &Range<usize>, len: usize) -> Result<()> {
-        if range.start <= range.end && range.end <= self.num_elements() && range.len() == len {
-            return Ok(());
-        }
-        let own = self.num_elements();
-        let message = format!(
-            "elements {range:?} of {own} in `{}`, with {len} values",
-            self.name
-        );
-        Err(Error::invalid("range", message))
-    }
-
-    /// A copy of the values, of any float dtype.
-    pub(crate) fn to_buffer(&self, ledger: &Ledger) -> Result<Buffer> {
-        let (dtype, len) = (self.tensor.dtype(), self.num_elements());
-        let mut buffer = Buffer::reserved(dtype, len, ledger, Category::Communication)?;
-        with_element!(dtype, T => {
-            let out = buffer.as_mut_slice::<T>()?;
-            with_values::<T, _>(&self.tensor, |values| out.copy_from_slice(values))?;
-        });
-        Ok(buffer)
-    }
-
-    /// Overwrites the values in place; dtype and length must fit.
-    pub(crate) fn set_from_buffer(&self, buffer: &Buffer) -> Result<()> {
-        with_element!(buffer.dtype(), T => {
-            let values = buffer.as_slice::<T>()?;
-            with_values_mut::<T, _>(&self.tensor, |own| own.copy_from_slice(values))
-        })
-    }
-}
 
 /// Creates the parameters of a model, with gradient hooks, through Candle's own `VarBuilder`.
 ///
@@ -168,12 +66,6 @@ struct Params {
     /// The variable that all parameters formally depend on; it makes Candle visit them in backward.
     anchor: Option<Var>,
     sealed: bool,
-}
-
-struct InitialValues {
-    path: PathBuf,
-    tensors: MmapedSafetensors,
-    used: Mutex<BTreeSet<String>>,
 }
 
 impl ParamStore {
@@ -225,18 +117,8 @@ impl ParamStore {
     /// # Errors
     /// [`Error::File`] if the file cannot be read.
     pub fn with_initial_values(self, path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref().to_path_buf();
-        // SAFETY: the usual condition of a memory map: the file must not be changed while it is mapped. Values are
-        // copied out when parameters are created, and the map ends with the store.
-        let tensors = unsafe { MmapedSafetensors::new(&path) }.map_err(|e| Error::File {
-            path: path.clone(),
-            message: e.to_string(),
-        })?;
-        self.inner.settings.lock().initial = Some(Arc::new(InitialValues {
-            path,
-            tensors,
-            used: Mutex::default(),
-        }));
+        let initial = InitialValues::open(path.as_ref())?;
+        self.inner.settings.lock().initial = Some(Arc::new(initial));
         Ok(self)
     }
 
@@ -282,19 +164,8 @@ impl ParamStore {
 
     /// Names in the file of [`with_initial_values`](Self::with_initial_values) that no parameter has asked for, sorted.
     pub fn unused_initial_values(&self) -> Vec<String> {
-        let Some(initial) = self.inner.settings.lock().initial.clone() else {
-            return Vec::new();
-        };
-        let used = initial.used.lock();
-        let mut names: Vec<String> = initial
-            .tensors
-            .tensors()
-            .into_iter()
-            .map(|(name, _)| name)
-            .filter(|name| !used.contains(name))
-            .collect();
-        names.sort();
-        names
+        let initial = self.inner.settings.lock().initial.clone();
+        initial.map_or(Vec::new(), |i| i.unused())
     }
 
     /// SHA-256 over names, shapes and values of all parameters and buffers, sorted by name, as hexadecimal digits. Equal
@@ -320,9 +191,13 @@ impl ParamStore {
         Ok(digest.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// No parameters can be created from now on; gradients go to `sink`.
-    pub(crate) fn seal(&self, sink: Weak<dyn GradientSink>) {
+    /// No parameters can be created from now on.
+    pub(crate) fn seal(&self) {
         self.inner.params.lock().sealed = true;
+    }
+
+    /// Gradients go to `sink` from now on.
+    pub(crate) fn listen(&self, sink: Weak<dyn GradientSink>) {
         self.inner.hooks.attach(sink);
     }
 }
@@ -439,31 +314,6 @@ impl Backend {
     }
 }
 
-impl InitialValues {
-    fn load(&self, name: &str, shape: &Shape, dtype: DType) -> Result<CpuStorage> {
-        let file = self.path.display();
-        let missing = |e| Error::parameter(name, format!("not in {file}: {e}"));
-        let tensor = self.tensors.load(name, &Device::Cpu).map_err(missing)?;
-        if tensor.shape() != shape {
-            return Err(Error::parameter(
-                name,
-                format!(
-                    "has shape {:?} in {file}, but {shape:?} in the model",
-                    tensor.shape()
-                ),
-            ));
-        }
-        self.used.lock().insert(name.to_string());
-        let tensor = tensor.to_dtype(dtype)?.contiguous()?;
-        let (storage, _) = tensor.storage_and_layout();
-        match &*storage {
-            // Freshly loaded, so the layout starts at 0 and covers the storage.
-            Storage::Cpu(values) => Ok(values.clone()),
-            _ => Err(Error::parameter(name, "was not loaded to the CPU")),
-        }
-    }
-}
-
 impl SimpleBackend for Backend {
     fn get(
         &self,
@@ -481,20 +331,16 @@ impl SimpleBackend for Backend {
         if let Some(index) = known {
             return Ok(self.0.params.lock().list[index].tensor.clone());
         }
-        let Some(initial) = self.0.settings.lock().initial.clone() else {
+        let initial = self.0.settings.lock().initial.clone();
+        let Some(shape) = initial.and_then(|i| i.shape(name)) else {
             return Err(Error::parameter(name, "its shape must be given to create it").into());
         };
-        let shape = initial.tensors.get(name)?.shape().to_vec();
-        Ok(self.create(shape.into(), name, Init::default(), dtype)?)
+        Ok(self.create(shape, name, Init::default(), dtype)?)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        let known = self.0.params.lock().index.contains_key(name);
-        let settings = self.0.settings.lock();
-        known
-            || settings
-                .initial
-                .as_ref()
-                .is_some_and(|i| i.tensors.get(name).is_ok())
+        let initial = self.0.settings.lock().initial.clone();
+        self.0.params.lock().index.contains_key(name)
+            || initial.is_some_and(|i| i.shape(name).is_some())
     }
 }

@@ -6,7 +6,7 @@ use crate::bucket::BucketLayout;
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, ReduceOp};
 use crate::error::Result;
-use crate::store::Param;
+use crate::param::Param;
 
 /// Decides where gradients lie, how they are reduced, which part of each bucket this rank updates, and how the updated
 /// parameters reach the other ranks. The [`Engine`](crate::engine::Engine) does the rest, the same for all.

@@ -14,6 +14,8 @@ use crate::store::ParamStore;
 
 /// Trains one rank's replica together with the other ranks.
 ///
+/// The trait is dyn-compatible: `Box<dyn Trainer<Optimizer = AdamW>>` chooses the strategy at run time.
+///
 /// A step is `backward`, optionally `clip_grad_norm`, then `step`; every rank does the same. Gradients are averaged over
 /// the ranks and over the micro-batches of the step: with a loss that is a mean over the rank's own samples, `N` ranks
 /// compute what one rank computes on the joined batch, if all hold equally many samples.
@@ -75,7 +77,10 @@ pub trait Trainer {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for 0; [`Error::Misuse`] if gradients wait for `step`.
-    fn accumulate(&mut self, num_micro_batches: usize) -> Result<Accumulation<'_, Self>> {
+    fn accumulate(
+        &mut self,
+        num_micro_batches: usize,
+    ) -> Result<Accumulation<'_, Self::Optimizer>> {
         if num_micro_batches == 0 {
             return Err(Error::invalid(
                 "num_micro_batches",
@@ -84,7 +89,7 @@ pub trait Trainer {
         }
         self.engine().require_empty_window("accumulate")?;
         Ok(Accumulation {
-            trainer: self,
+            engine: self.engine_mut(),
             num_micro_batches,
             done: 0,
         })
@@ -187,7 +192,7 @@ pub trait Trainer {
 ///
 /// Gradients are reduced with the last micro-batch (by strategies that shard gradients: with each). A window may end
 /// early, at the end of an epoch, by [`finish`](Self::finish); then the mean is over the micro-batches there were. All
-/// ranks do the same number.
+/// ranks do the same number; one that has no data left passes [`Loss::Nothing`].
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -211,13 +216,13 @@ pub trait Trainer {
 /// ```
 #[derive(Debug)]
 #[must_use = "call backward for each micro-batch, then finish"]
-pub struct Accumulation<'a, T: Trainer + ?Sized> {
-    trainer: &'a mut T,
+pub struct Accumulation<'a, O: Optimizer> {
+    engine: &'a mut Engine<O>,
     num_micro_batches: usize,
     done: usize,
 }
 
-impl<T: Trainer + ?Sized> Accumulation<'_, T> {
+impl<O: Optimizer> Accumulation<'_, O> {
     /// Adds the gradients of one micro-batch.
     ///
     /// # Errors
@@ -236,7 +241,7 @@ impl<T: Trainer + ?Sized> Accumulation<'_, T> {
             return Err(Error::misuse("Accumulation::backward", message));
         }
         let last = self.done + 1 == self.num_micro_batches;
-        self.trainer.engine_mut().backward(loss, self.done, last)?;
+        self.engine.backward(loss, self.done, last)?;
         self.done += 1;
         Ok(())
     }
@@ -246,7 +251,7 @@ impl<T: Trainer + ?Sized> Accumulation<'_, T> {
     /// # Errors
     /// Those of the collectives.
     pub fn finish(self) -> Result<()> {
-        self.trainer.engine_mut().end_window()
+        self.engine.end_window()
     }
 
     /// Micro-batches done so far.

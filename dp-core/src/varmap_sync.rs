@@ -10,9 +10,9 @@ use crate::buffer::{Buffer, with_element};
 use crate::comm::{Collective, Communicator, ReduceOp, Request};
 use crate::error::{Error, Result};
 use crate::memory::Ledger;
+use crate::param::Param;
 use crate::param::with_values;
 use crate::replica::{ParamSpec, broadcast_values, check_replicas};
-use crate::store::Param;
 
 /// Keeps the `VarMap`s of all ranks alike: two lines in an existing training loop.
 ///

@@ -1,8 +1,6 @@
 //! Ranks: one closure, run `N` times side by side.
 
-use std::any::Any;
 use std::error::Error as StdError;
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,6 +12,7 @@ use crate::candle_threads;
 use crate::comm::{Communicator, GroupControl, naive_group, shared_group};
 use crate::error::{Error, Result};
 use crate::memory::set_thread_rank;
+use crate::world_error::{Cause, RankError, WorldError, panic_message};
 
 /// How the ranks of a [`World`] talk to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -98,6 +97,14 @@ impl World {
             };
             match value.trim().parse::<usize>() {
                 Ok(1) => {}
+                Ok(0) => {
+                    return Err(Error::Environment {
+                        variable,
+                        value,
+                        message: "a world has at least one rank; unset it or correct it"
+                            .to_string(),
+                    });
+                }
                 Ok(_) => {
                     return Err(Error::Environment {
                         variable,
@@ -160,6 +167,9 @@ impl World {
     }
 
     /// Runs `f` on every rank and returns when all have ended.
+    ///
+    /// A failed rank is logged at once (`tracing::error!`), and ends the waits of the others. A rank that is stuck outside
+    /// of collectives keeps this call from returning, since Rust cannot end a thread.
     ///
     /// # Errors
     /// A [`WorldError`], converted to `E`, if any rank returned an error or panicked. The ranks that wait for a failed
@@ -277,6 +287,10 @@ impl World {
             order: order.fetch_add(1, Ordering::Relaxed),
             cause,
         };
+        if !failure.consequence {
+            // Said now: a rank that never comes back would keep `run` from returning it.
+            tracing::error!("{failure}");
+        }
         control.rank_failed(rank, failure.cause.to_string());
         Err(failure)
     }
@@ -318,125 +332,5 @@ impl Rank {
     /// The device this rank computes on.
     pub fn device(&self) -> &Device {
         &self.device
-    }
-}
-
-/// Why a [`World`] ended badly: the first failing rank's own error, then those of the others.
-pub struct WorldError {
-    world_size: usize,
-    failures: Vec<RankError>,
-}
-
-impl WorldError {
-    /// The failed ranks: those that failed by themselves first, in the order of time, then those that failed because
-    /// of them.
-    pub fn failures(&self) -> &[RankError] {
-        &self.failures
-    }
-}
-
-impl fmt::Display for WorldError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (first, others) = match self.failures.split_first() {
-            Some(split) => split,
-            None => return write!(f, "no rank failed"),
-        };
-        write!(f, "{first}")?;
-        for other in others.iter().filter(|o| !o.consequence) {
-            write!(f, "\nalso {other}")?;
-        }
-        let stopped: Vec<String> = others
-            .iter()
-            .filter(|o| o.consequence)
-            .map(|o| o.rank.to_string())
-            .collect();
-        if !stopped.is_empty() {
-            write!(
-                f,
-                "\nrank {} of {} stopped because of it",
-                stopped.join(", "),
-                self.world_size
-            )?;
-        }
-        Ok(())
-    }
-}
-
-/// The message, so that `fn main() -> Result<(), E>` shows it as it is meant to be read.
-impl fmt::Debug for WorldError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl StdError for WorldError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        match &self.failures.first()?.cause {
-            Cause::Error(e) => Some(e.as_ref()),
-            Cause::Panic(_) => None,
-        }
-    }
-}
-
-/// How one rank failed.
-#[derive(Debug)]
-pub struct RankError {
-    rank: usize,
-    cause: Cause,
-    consequence: bool,
-    order: usize,
-}
-
-impl RankError {
-    /// The rank.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// The error that the rank's closure returned; `None` if it panicked.
-    pub fn error(&self) -> Option<&(dyn StdError + Send + Sync + 'static)> {
-        match &self.cause {
-            Cause::Error(e) => Some(e.as_ref()),
-            Cause::Panic(_) => None,
-        }
-    }
-
-    /// True if another rank's failure had been reported to this rank before it failed.
-    pub fn is_consequence(&self) -> bool {
-        self.consequence
-    }
-}
-
-impl fmt::Display for RankError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.cause {
-            Cause::Error(e) => write!(f, "rank {} failed: {e}", self.rank),
-            Cause::Panic(message) => write!(f, "rank {} panicked: {message}", self.rank),
-        }
-    }
-}
-
-#[derive(Debug)]
-enum Cause {
-    Error(Box<dyn StdError + Send + Sync>),
-    Panic(String),
-}
-
-impl fmt::Display for Cause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Error(e) => write!(f, "{e}"),
-            Self::Panic(message) => write!(f, "panic: {message}"),
-        }
-    }
-}
-
-fn panic_message(panic: &(dyn Any + Send)) -> String {
-    match panic.downcast_ref::<&str>() {
-        Some(text) => (*text).to_string(),
-        None => panic
-            .downcast_ref::<String>()
-            .cloned()
-            .unwrap_or_else(|| "a panic without a message".to_string()),
     }
 }

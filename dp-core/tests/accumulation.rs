@@ -175,17 +175,3 @@ fn misuse_of_the_guard() {
         Ok(())
     });
 }
-
-#[test]
-fn ranks_may_have_different_numbers_of_micro_batches() {
-    ranks(2, |rank| {
-        let (w, mut trainer) = probe(&rank)?;
-        let grads = [[1.0].as_slice(), &[1.0, 4.0]][rank.rank()];
-        window(&mut trainer, &w, 2, grads)?;
-        let report = trainer.step()?;
-        assert_eq!(values(&w), [1.0 - 0.25 * (1.0 + 1.0 + 4.0) / 3.0]);
-        assert_eq!(report.weight, 3.0);
-        assert_eq!(report.num_micro_batches, 1 + rank.rank());
-        Ok(())
-    });
-}

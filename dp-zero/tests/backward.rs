@@ -125,3 +125,62 @@ fn gradients_out_of_bucket_order_change_no_bits() {
     assert_eq!(run(Sharding::Zero1), expected);
     assert_eq!(run(Sharding::Zero2), expected);
 }
+
+/// A generator's loss goes through the discriminator: the other trainer's gradients of it are dropped.
+#[test]
+fn two_trainers_may_share_a_graph() {
+    for strategy in STRATEGIES {
+        ranks(2, move |rank| {
+            let trainer = |name: &str| -> Result<(Tensor, AnyTrainer<Sgd>)> {
+                let store = ParamStore::new(rank.device());
+                let w = ones(&store, 3, name)?;
+                Ok((
+                    w,
+                    AnyTrainer::new(strategy, store, &rank, Sgd::new(0.25), caps(LEN))?,
+                ))
+            };
+            let (generator, mut generator_trainer) = trainer("generator")?;
+            let (critic, mut critic_trainer) = trainer("critic")?;
+            for _ in 0..2 {
+                generator_trainer.backward(&(&generator * critic.detach())?.sum_all()?)?;
+                generator_trainer.step()?;
+            }
+            assert_eq!(values(&generator), [0.5; 3]);
+            generator_trainer.backward(&(&generator * &critic)?.sum_all()?)?;
+            generator_trainer.step()?;
+            assert_eq!(
+                (values(&generator), values(&critic)),
+                (vec![0.25; 3], vec![1.0; 3])
+            );
+            critic_trainer.backward(&(&generator * &critic)?.sum_all()?)?;
+            critic_trainer.step()?;
+            assert_eq!(values(&critic), [1.0 - 0.25 * 0.25; 3]);
+            // Outside of any trainer's backward it is still a mistake.
+            assert!(critic.sum_all()?.backward().is_err());
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_panic_in_backward_that_is_caught_leaves_no_gradient_behind() {
+    for strategy in STRATEGIES {
+        ranks(2, move |rank| {
+            let (w, mut trainer) = chain_trainer(strategy, &rank)?;
+            let loss = chain(&w, |i| match i {
+                2 => panic!("out of luck"),
+                _ => Ok(()),
+            })?;
+            let caught =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| trainer.backward(&loss)));
+            assert!(caught.is_err());
+            // A stray backward now is a stray backward.
+            assert!(w[0].sum_all()?.backward().is_err());
+            trainer.zero_grad()?;
+            trainer.backward(&chain(&w, |_| Ok(()))?)?;
+            trainer.step()?;
+            assert!(w.iter().all(|w| values(w) == vec![0.75; LEN]));
+            Ok(())
+        });
+    }
+}

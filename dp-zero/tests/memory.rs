@@ -115,7 +115,15 @@ where
 
 #[test]
 fn stage_2_never_holds_more_than_two_buckets_and_the_shards() {
-    for world_size in [1, 2, 3, 4] {
+    // Also with a head that nothing uses: its bucket comes first, and must not hold up the others.
+    for (world_size, unused_head) in [
+        (1, false),
+        (2, false),
+        (3, false),
+        (4, false),
+        (2, true),
+        (3, true),
+    ] {
         for micro_batches in [1, 3] {
             ranks(world_size, move |rank| {
                 let store = ParamStore::new(rank.device());
@@ -127,10 +135,13 @@ fn stage_2_never_holds_more_than_two_buckets_and_the_shards() {
                         seen.lock().expect("not poisoned").push(ledger.current())
                     })?
                 };
+                if unused_head {
+                    ones(&store, LEN, "unused_head")?;
+                }
                 let mut trainer =
                     AnyTrainer::new(Sharding::Zero2, store, &rank, AdamW::default(), caps(LEN))?;
                 let layout = trainer.layout().clone();
-                assert_eq!(layout.buckets().len(), LAYERS);
+                assert_eq!(layout.buckets().len(), LAYERS + usize::from(unused_head));
                 let two_buckets = 2 * 4 * layout.max_padded_len() as u64;
                 let shards = 4 * (layout.padded_len() / world_size) as u64;
                 ledger.reset_peak();
@@ -192,7 +203,7 @@ fn bytes_sent_in_a_step_are_the_predicted_bytes() {
                     if strategy == Sharding::Ddp {
                         assert_eq!((scattered, gathered, reduced), (0, 0, buckets + 1));
                     } else {
-                        // No gradient is all-reduced: the one call is the flags of used parameters.
+                        // No gradient is all-reduced: the one call is the summary of the step.
                         assert_eq!((scattered, gathered), ((n - 1) * s / n, (n - 1) * s / n));
                         assert_eq!(reduced, 1);
                         let calls = after.reduce_scatter.calls - before.reduce_scatter.calls;

@@ -172,22 +172,120 @@ fn c34_rates_follow_schedule_and_setting_alike_on_all_ranks() {
     }
 }
 
-#[test]
-fn c34_a_rank_with_another_rate_is_an_error_on_all_ranks() {
+/// What rank 1 of two does differently, given its trainer and `p`; all of it would let the replicas drift apart.
+type Deviation = fn(&mut AnyTrainer<Sgd>, &Tensor) -> Result<()>;
+
+/// One step on two ranks, in which rank 1 deviates; both must get an error that has `words`.
+fn disagree(usual: Deviation, deviation: Deviation, words: [&'static str; 2]) {
     for strategy in STRATEGIES {
         ranks(2, move |rank| {
             let (p, _, mut trainer) = two(strategy, &rank, Sgd::new(0.25), |_| {})?;
-            if rank.rank() == 1 {
-                trainer.set_learning_rate(0.75);
-            }
-            let result = trainer
-                .backward(&p.sum_all()?)
-                .and_then(|()| trainer.step());
-            let error = result.expect_err("different rates").to_string();
+            let act = if rank.rank() == 1 { deviation } else { usual };
+            let error = act(&mut trainer, &p).expect_err("the ranks disagree");
+            let text = error.to_string();
             assert!(
-                error.contains("lr: 0.25") && error.contains("lr: 0.75"),
-                "{error}"
+                words.iter().all(|w| text.contains(w)),
+                "{strategy:?}: {text}"
             );
+            Ok(())
+        });
+    }
+}
+
+fn ordinary(trainer: &mut AnyTrainer<Sgd>, p: &Tensor) -> Result<()> {
+    trainer.backward(&p.sum_all()?)?;
+    trainer.step().map(drop)
+}
+
+fn clipped(trainer: &mut AnyTrainer<Sgd>, p: &Tensor) -> Result<()> {
+    trainer.backward(&p.sum_all()?)?;
+    trainer.clip_grad_norm(1.0)?;
+    trainer.step().map(drop)
+}
+
+#[test]
+fn c34_ranks_with_different_rates() {
+    let before: Deviation = |trainer, p| {
+        trainer.set_learning_rate(0.75);
+        ordinary(trainer, p)
+    };
+    disagree(ordinary, before, ["lr 0.25", "lr 0.75"]);
+    let between: Deviation = |trainer, p| {
+        trainer.backward(&p.sum_all()?)?;
+        trainer.set_learning_rate(0.75);
+        trainer.step().map(drop)
+    };
+    disagree(ordinary, between, ["lr 0.25", "lr 0.75"]);
+}
+
+#[test]
+fn ranks_with_different_schedules() {
+    let scheduled: Deviation = |trainer, p| {
+        trainer.set_lr_schedule(LrSchedule::LinearWarmup { warmup: 2 })?;
+        ordinary(trainer, p)
+    };
+    disagree(ordinary, scheduled, ["Constant", "LinearWarmup"]);
+}
+
+#[test]
+fn ranks_that_clip_differently() {
+    disagree(ordinary, clipped, ["clipped", "step 1"]);
+    let tighter: Deviation = |trainer, p| {
+        trainer.backward(&p.sum_all()?)?;
+        trainer.clip_grad_norm(0.5)?;
+        trainer.step().map(drop)
+    };
+    disagree(clipped, tighter, ["L2 norm 1", "L2 norm 0.5"]);
+}
+
+#[test]
+fn a_rank_that_leaves_a_step_out() {
+    let twice: Deviation = |trainer, p| {
+        ordinary(trainer, p)?;
+        ordinary(trainer, p)
+    };
+    let skips: Deviation = |trainer, p| {
+        trainer.backward(&p.sum_all()?)?;
+        trainer.zero_grad()?;
+        ordinary(trainer, p)?;
+        ordinary(trainer, p)
+    };
+    disagree(twice, skips, ["step 1", "bucket"]);
+}
+
+#[test]
+fn ranks_with_different_numbers_of_micro_batches() {
+    let two_micro_batches: Deviation = |trainer, p| {
+        let mut window = trainer.accumulate(2)?;
+        window.backward(&p.sum_all()?)?;
+        window.backward(&p.sum_all()?)?;
+        window.finish()?;
+        trainer.step().map(drop)
+    };
+    disagree(
+        ordinary,
+        two_micro_batches,
+        ["step 1 of 1 micro-batches", "rank 1"],
+    );
+}
+
+#[test]
+fn ranks_with_different_parameter_groups() {
+    for strategy in STRATEGIES {
+        ranks(2, move |rank| {
+            let special = ["p", "q"][rank.rank()];
+            let groups = dp_core::ParamGroups::new(Sgd::new(0.25)).with_group(
+                "special",
+                move |name| name == special,
+                Sgd::new(0.5),
+            );
+            let store = ParamStore::new(rank.device());
+            let (p, _) = (ones(&store, 3, "p")?, ones(&store, 5, "q")?);
+            let mut trainer = AnyTrainer::new(strategy, store, &rank, groups, caps(4))?;
+            let error = ordinary(&mut trainer, &p)
+                .expect_err("other groups")
+                .to_string();
+            assert!(error.contains("parameters in groups"), "{error}");
             Ok(())
         });
     }

@@ -127,9 +127,12 @@ fn bad_values_are_one_clear_line_and_exit_code_2() -> Result<(), Box<dyn std::er
     let short = dir.path().join("short.txt");
     std::fs::write(&short, "short")?;
     let [empty, short] = [&empty, &short].map(|p| p.to_str().unwrap_or_default());
-    let cases: [(&[&str], &str); 13] = [
+    let cases: [(&[&str], &str); 16] = [
         (&["--ranks", "0"], "--ranks"),
         (&["--ranks", "many"], "--ranks"),
+        (&["--layers", "100000", "--width", "4096"], "GiB"),
+        (&["--batch", "1000000"], "GiB"),
+        (&["--width", "18446744073709551615"], "at most"),
         (&["--strategies", "ddp,zero9"], "zero9"),
         (&["--strategies", "ddp,ddp"], "twice"),
         (&["--steps", "0"], "--steps"),
@@ -148,6 +151,22 @@ fn bad_values_are_one_clear_line_and_exit_code_2() -> Result<(), Box<dyn std::er
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {message}");
         assert!(message.contains(expected), "{arguments:?}: {message}");
         assert!(!message.contains("panicked"), "{arguments:?}: {message}");
+    }
+    Ok(())
+}
+
+/// Started by a launcher of several processes, a program must not train a world of its own in each.
+#[test]
+fn launchers_of_processes_are_refused() -> Result<(), Box<dyn std::error::Error>> {
+    for program in [
+        MEMORY_PER_CARD,
+        env!("CARGO_BIN_EXE_quickstart"),
+        env!("CARGO_BIN_EXE_existing-loop"),
+    ] {
+        let output = Command::new(program).env("WORLD_SIZE", "4").output()?;
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{program}: {message}");
+        assert!(message.contains("WORLD_SIZE=4"), "{program}: {message}");
     }
     Ok(())
 }

@@ -43,13 +43,8 @@ pub use traffic::{CollectiveTraffic, Traffic};
 pub enum ReduceOp {
     /// `x_0 + ... + x_{N-1}`
     Sum,
-    /// `(x_0 + ... + x_{N-1}) / N`. Floats only.
+    /// `(x_0 + ... + x_{N-1}) / N`, divided in the accumulator before the one rounding. Floats only.
     Mean,
-    /// `(x_0 + ... + x_{N-1}) / divisor`, divided in the accumulator before the one rounding. Floats only.
-    Scaled {
-        /// The divisor, e.g. ranks times micro-batches. The same on all ranks.
-        divisor: f64,
-    },
     /// The greatest; NaN if any is NaN.
     Max,
     /// The least; NaN if any is NaN.
@@ -61,7 +56,6 @@ impl fmt::Display for ReduceOp {
         match self {
             Self::Sum => write!(f, "sum"),
             Self::Mean => write!(f, "mean"),
-            Self::Scaled { divisor } => write!(f, "sum / {divisor}"),
             Self::Max => write!(f, "max"),
             Self::Min => write!(f, "min"),
         }
@@ -150,17 +144,14 @@ impl Request {
             }
             _ => {}
         }
-        if let Collective::AllReduce(op) | Collective::ReduceScatter(op) = self.collective {
-            if dtype.is_int() && matches!(op, ReduceOp::Mean | ReduceOp::Scaled { .. }) {
-                return fail(
-                    "an average of integers is not an integer; use sum, or floats".to_string(),
-                );
-            }
-            if let ReduceOp::Scaled { divisor } = op
-                && !(divisor.is_finite() && divisor > 0.0)
-            {
-                return fail("the divisor must be positive and finite".to_string());
-            }
+        let averages = matches!(
+            self.collective,
+            Collective::AllReduce(ReduceOp::Mean) | Collective::ReduceScatter(ReduceOp::Mean)
+        );
+        if averages && dtype.is_int() {
+            return fail(
+                "an average of integers is not an integer; use sum, or floats".to_string(),
+            );
         }
         Ok(())
     }

@@ -175,7 +175,6 @@ fn reduce_one<T: Element>(op: ReduceOp, copies: &[&[T]], i: usize) -> T {
     }
     T::from_acc(match op {
         ReduceOp::Mean => T::divide(acc, copies.len() as f64),
-        ReduceOp::Scaled { divisor } => T::divide(acc, divisor),
         _ => acc,
     })
 }

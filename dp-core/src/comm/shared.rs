@@ -359,11 +359,7 @@ unsafe fn reduce<T: Element>(
     op: ReduceOp,
     mut put: impl FnMut(&[T], usize),
 ) {
-    let divisor = match op {
-        ReduceOp::Mean => Some(n as f64),
-        ReduceOp::Scaled { divisor } => Some(divisor),
-        _ => None,
-    };
+    let divisor = (op == ReduceOp::Mean).then_some(n as f64);
     let mut scratch = [T::ZERO; BLOCK];
     let mut from = 0;
     while from < len {

@@ -85,6 +85,16 @@ impl Optimizer for AdamW {
         }
     }
 
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        vec![
+            ("lr", self.lr),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay),
+        ]
+    }
+
     fn learning_rate(&self) -> f64 {
         self.lr
     }

@@ -29,6 +29,9 @@ pub trait Optimizer: Clone + Send + std::fmt::Debug + 'static {
         state: &mut [&mut [f32]],
     );
 
+    /// The hyper-parameters by name. Ranks compare them in every step, so all that influences the update belongs here.
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)>;
+
     /// The learning rate.
     fn learning_rate(&self) -> f64;
 

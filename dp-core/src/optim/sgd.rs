@@ -82,6 +82,16 @@ impl Optimizer for Sgd {
         }
     }
 
+    fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
+        vec![
+            ("lr", self.lr),
+            ("momentum", self.momentum),
+            ("dampening", self.dampening),
+            ("weight_decay", self.weight_decay),
+            ("nesterov", f64::from(u8::from(self.nesterov))),
+        ]
+    }
+
     fn learning_rate(&self) -> f64 {
         self.lr
     }

@@ -21,7 +21,7 @@ const STEPS: usize = 1500;
 
 fn main() -> Result<()> {
     let ranks = usize::from(Options::parse().ranks);
-    let weights: Vec<Vec<f32>> = World::threads(ranks)
+    let weights: Vec<Vec<f32>> = World::from_env_or_threads(ranks)
         .map_err(candle_core::Error::wrap)?
         .map(|rank| -> Result<_> {
             let varmap = VarMap::new();

@@ -54,7 +54,7 @@ fn main() -> ExitCode {
 fn run(job: &Job) -> anyhow::Result<bool> {
     let options = &job.options;
     // Before the progress bar starts its thread: the World can then tell Candle how many threads a rank has.
-    let world = World::threads(usize::from(options.ranks))?;
+    let world = World::from_env_or_threads(usize::from(options.ranks))?;
     let progress = ProgressBar::new((options.strategies.len() * options.steps) as u64);
     progress.set_style(ProgressStyle::with_template(
         "{bar:40} {pos}/{len} {msg} ETA {eta}",

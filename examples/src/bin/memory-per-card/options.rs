@@ -88,7 +88,8 @@ impl Options {
         };
         model
             .validate()
-            .map_err(|e| anyhow::anyhow!("--width, --heads: {e}"))?;
+            .map_err(|e| anyhow::anyhow!("--width, --heads: {}", one_line(&e)))?;
+        self.check_memory(&model)?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
             None => (
@@ -96,15 +97,20 @@ impl Options {
                 ByteTokens::from_bytes(lipsum::LIBER_PRIMUS),
             ),
         };
-        let text = text.map_err(|e| anyhow::anyhow!("{flag}: {e}"))?;
+        let text = text.map_err(|e| anyhow::anyhow!("{flag}: {}", one_line(&e)))?;
         text.num_windows(self.context)
-            .map_err(|e| anyhow::anyhow!("{flag}, --context: {e}"))?;
-        let bytes = self.bucket_kib.checked_mul(1024);
-        let bytes = bytes
-            .ok_or_else(|| anyhow::anyhow!("--bucket-kib: {} is too large", self.bucket_kib))?;
-        let bucket_caps = BucketCaps::new(bytes)?;
+            .map_err(|e| anyhow::anyhow!("{flag}, --context: {}", one_line(&e)))?;
+        let bucket_caps = BucketCaps::new(self.bucket_kib * 1024)?;
         std::fs::create_dir_all(&self.out)
             .map_err(|e| anyhow::anyhow!("--out: cannot create {}: {e}", self.out.display()))?;
+        for name in ["report.json", "report.html"] {
+            let path = self.out.join(name);
+            let file = std::fs::OpenOptions::new()
+                .create(true)
+                .append(true)
+                .open(&path);
+            file.map_err(|e| anyhow::anyhow!("--out: cannot write {}: {e}", path.display()))?;
+        }
         Ok(Job {
             options: self,
             model,
@@ -112,6 +118,42 @@ impl Options {
             bucket_caps,
         })
     }
+
+    /// Refuses a job whose model states and activations cannot fit in this machine.
+    fn check_memory(&self, model: &GptConfig) -> anyhow::Result<()> {
+        let ranks = u128::from(self.ranks);
+        let states = 16 * model.num_params() as u128;
+        // At the least one tensor of each of a block's ten widest steps is kept for backward.
+        let tokens = (self.batch * self.context) as u128;
+        let activations = 4 * 10 * tokens * (self.width * self.layers) as u128;
+        let needed = ranks * (states + activations);
+        let Some(available) = machine_memory() else {
+            return Ok(());
+        };
+        let gib = |bytes: u128| bytes >> 30;
+        anyhow::ensure!(
+            needed <= u128::from(available),
+            "--ranks, --layers, --width, --batch, --context: this takes at least {} GiB, the machine has {}",
+            gib(needed),
+            gib(u128::from(available))
+        );
+        Ok(())
+    }
+}
+
+/// Without the backtrace that Candle adds where `RUST_BACKTRACE` is set.
+fn one_line(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => one_line(inner),
+        other => other.to_string(),
+    }
+}
+
+/// The machine's memory in bytes, where the system tells it.
+fn machine_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
+    Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
 }
 
 fn strategy(name: &str) -> Result<Sharding, String> {
@@ -123,9 +165,13 @@ fn strategy(name: &str) -> Result<Sharding, String> {
     }
 }
 
+/// Above this no model of this program is meant to be; products of sizes below it fit in 64 bits.
+const LARGEST: usize = 1 << 20;
+
 fn positive(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(0) => Err("must be at least 1".to_string()),
+        Ok(value) if value > LARGEST => Err(format!("must be at most {LARGEST}")),
         Ok(value) => Ok(value),
         Err(e) => Err(e.to_string()),
     }

@@ -34,6 +34,7 @@ pub fn train(
     }
     Ok(StrategyReport {
         name: sharding.name(),
+        bytes_sent_as_predicted: runs.iter().all(|r| r.bytes_sent == r.bytes_predicted),
         bytes_sent_per_step: runs.iter().map(|r| r.bytes_sent).max().unwrap_or(0),
         bytes_sent_predicted: runs.iter().map(|r| r.bytes_predicted).max().unwrap_or(0),
         params_sha256: first.params_sha256.clone(),
