@@ -61,6 +61,7 @@ mod non_finite;
 mod norm;
 mod summary;
 
+mod config;
 mod ddp;
 pub mod engine;
 mod sentinel;
@@ -78,8 +79,8 @@ pub mod memory;
 pub use bucket::{BucketCaps, BucketLayout};
 pub use buffer::{Buffer, Element};
 pub use comm::{Communicator, ReduceOp};
+pub use config::{EngineConfig, UnusedParameters};
 pub use ddp::{DdpConfig, DistributedDataParallel};
-pub use engine::{EngineConfig, UnusedParameters};
 pub use error::{Error, Result};
 pub use loss::Loss;
 pub use memory::{Ledger, LedgerSnapshot};

@@ -24,7 +24,7 @@ pub enum ParamKind {
     Buffer,
 }
 
-/// A named tensor of a [`ParamStore`].
+/// A named tensor of a [`ParamStore`](crate::ParamStore).
 #[derive(Debug, Clone)]
 pub struct Param {
     pub(crate) name: Arc<str>,

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::bucket::BucketLayout;
 use crate::comm::{Collective, Communicator, Pending, ReduceOp, Request};
-use crate::engine::EngineConfig;
+use crate::config::EngineConfig;
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
 use crate::loss::WeightedLoss;

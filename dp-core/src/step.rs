@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::buffer::Buffer;
-use crate::engine::{Engine, UnusedParameters};
+use crate::config::UnusedParameters;
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::non_finite::{self, NonFinite};
 use crate::norm::{GradNorm, clip_factor, global_norm};

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use dp_core::engine::{Engine, EngineConfig};
-use dp_core::{BucketCaps, Communicator, Optimizer, ParamGroups, ParamStore, Result, Trainer};
+use dp_core::engine::Engine;
+use dp_core::{
+    BucketCaps, Communicator, EngineConfig, Optimizer, ParamGroups, ParamStore, Result, Trainer,
+};
 
 use crate::zero1::Zero1;
 use crate::zero2::Zero2;
