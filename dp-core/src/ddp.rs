@@ -55,6 +55,17 @@ impl DdpConfig {
 ///     })
 /// }
 /// ```
+///
+/// A trainer owns its store, so a second trainer over the same parameters does not compile:
+///
+/// ```compile_fail,E0382
+/// # use dp_core::{DistributedDataParallel, ParamStore, Rank, Result, Sgd};
+/// fn two_trainers(rank: &Rank, store: ParamStore) -> Result<()> {
+///     let first = DistributedDataParallel::new(store, rank.comm(), Sgd::new(0.1))?;
+///     let second = DistributedDataParallel::new(store, rank.comm(), Sgd::new(0.1))?;
+///     Ok(())
+/// }
+/// ```
 #[derive(Debug)]
 pub struct DistributedDataParallel<O: Optimizer> {
     engine: Engine<O>,

@@ -3,13 +3,14 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use sha2::{Digest, Sha256};
 
 use crate::bucket::BucketLayout;
 use crate::buffer::Buffer;
 use crate::comm::Communicator;
 use crate::config::{EngineConfig, UnusedParameters};
+use crate::creation_order::creation_number;
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
 use crate::loss::Loss;
@@ -61,6 +62,8 @@ pub struct Engine<O: Optimizer> {
     pub(crate) clipping: Option<(f64, f32)>,
     pub(crate) steps: u64,
     pub(crate) warned_unused: bool,
+    /// Number of a tensor created at the last update, see `creation_number`.
+    updated_at: Option<usize>,
     pub(crate) unused_parameters: UnusedParameters,
     pub(crate) non_finite: NonFinite,
     pub(crate) compare_replicas_every: u64,
@@ -147,6 +150,7 @@ impl<O: Optimizer> Engine<O> {
             clipping: None,
             steps: 0,
             warned_unused: false,
+            updated_at: None,
             unused_parameters: config.unused_parameters,
             non_finite: config.non_finite,
             compare_replicas_every: config.compare_replicas_every,
@@ -156,6 +160,7 @@ impl<O: Optimizer> Engine<O> {
 
     /// One micro-batch; `last`: its window ends with it.
     pub(crate) fn backward(&mut self, loss: Loss<'_>, num_before: usize, last: bool) -> Result<()> {
+        self.refuse_stale(&loss)?;
         let loss = loss.weighted()?;
         let expected = match num_before {
             0 => Window::Empty,
@@ -171,6 +176,27 @@ impl<O: Optimizer> Engine<O> {
             true => Window::Complete { done },
             false => Window::Open { done },
         };
+        Ok(())
+    }
+
+    /// A loss from before the last step belongs to values that are gone: its backward would mix old and new ones.
+    fn refuse_stale(&self, loss: &Loss<'_>) -> Result<()> {
+        // A loss that is a parameter itself is as old as the model, and never stale.
+        let computed = |t: &&Tensor| self.params.iter().all(|p| p.tensor().id() != t.id());
+        let number = loss.tensor().filter(computed).and_then(creation_number);
+        match (number, self.updated_at) {
+            (Some(loss), Some(update)) if loss < update => Err(Error::misuse(
+                "backward",
+                "the loss was computed before the last step, with parameters that are gone; run the forward again",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Remembers that the parameters have changed just now.
+    pub(crate) fn mark_update(&mut self) -> Result<()> {
+        let marker = Tensor::zeros((), DType::U8, &Device::Cpu)?;
+        self.updated_at = creation_number(&marker);
         Ok(())
     }
 

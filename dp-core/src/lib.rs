@@ -62,6 +62,7 @@ mod norm;
 mod summary;
 
 mod config;
+mod creation_order;
 mod ddp;
 pub mod engine;
 mod sentinel;

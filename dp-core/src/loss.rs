@@ -51,6 +51,13 @@ pub(crate) struct WeightedLoss {
 }
 
 impl Loss<'_> {
+    pub(crate) fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::PerRank(loss) | Self::Mean { loss, .. } | Self::Sum { loss, .. } => Some(loss),
+            Self::Nothing => None,
+        }
+    }
+
     pub(crate) fn weighted(self) -> Result<WeightedLoss> {
         let (loss, weight, kind) = match self {
             Self::PerRank(loss) => (loss, 1, Some(WeightKind::PerRank)),

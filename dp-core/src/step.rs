@@ -162,7 +162,7 @@ impl<O: Optimizer> Engine<O> {
             self.store.ledger(),
         )?;
         self.steps += 1;
-        Ok(())
+        self.mark_update()
     }
 
     /// Updates the elements of `bucket` that this rank owns, in the parameters' own memory.

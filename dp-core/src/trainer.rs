@@ -214,6 +214,19 @@ pub trait Trainer {
 /// # })
 /// # }
 /// ```
+///
+/// The guard borrows the trainer, so a step in the middle of a window does not compile:
+///
+/// ```compile_fail,E0499
+/// # use dp_core::{DistributedDataParallel, Result, Sgd, Trainer};
+/// # use candle_core::Tensor;
+/// fn step_too_early(trainer: &mut DistributedDataParallel<Sgd>, loss: &Tensor) -> Result<()> {
+///     let mut window = trainer.accumulate(2)?;
+///     window.backward(loss)?;
+///     trainer.step()?;
+///     window.backward(loss)
+/// }
+/// ```
 #[derive(Debug)]
 #[must_use = "call backward for each micro-batch, then finish"]
 pub struct Accumulation<'a, O: Optimizer> {

@@ -184,3 +184,28 @@ fn a_panic_in_backward_that_is_caught_leaves_no_gradient_behind() {
         });
     }
 }
+
+#[test]
+fn a_loss_from_before_the_last_step_is_refused() {
+    for strategy in STRATEGIES {
+        ranks(2, move |rank| {
+            let (w, mut trainer) = chain_trainer(strategy, &rank)?;
+            let (first, stale) = (chain(&w, |_| Ok(()))?, chain(&w, |_| Ok(()))?);
+            trainer.backward(&first)?;
+            trainer.step()?;
+            let error = trainer.backward(&stale).expect_err("its values are gone");
+            assert!(matches!(error, Error::Misuse { .. }), "{error}");
+            assert!(
+                error.to_string().contains("run the forward again"),
+                "{error}"
+            );
+            // Nothing is spoiled, and losses of one window may all be computed before it.
+            let losses = [chain(&w, |_| Ok(()))?, chain(&w, |_| Ok(()))?];
+            let mut window = trainer.accumulate(2)?;
+            losses.iter().try_for_each(|loss| window.backward(loss))?;
+            window.finish()?;
+            trainer.step()?;
+            Ok(())
+        });
+    }
+}

@@ -27,3 +27,6 @@ mod randomness;
 
 /// Random models, strategies and settings: all compute what one rank computes, bit for bit.
 mod property;
+
+/// A communicator that delays, fails, panics or loses messages, at every place of two steps.
+mod faults;

@@ -1,0 +1,240 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use candle_core::Tensor;
+use dp_core::comm::{Pending, PendingCollective, Request, Traffic};
+use dp_core::{
+    AdamW, BucketCaps, Buffer, Communicator, DdpConfig, DistributedDataParallel, Error, ParamStore,
+    Rank, Result, Trainer, World, WorldError,
+};
+use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
+
+use crate::support::{STRATEGIES, noise, ones, ranks, same_on_all};
+
+/// What goes wrong in a rank's communicator.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    /// Every collective starts some time late, differently each time.
+    Delay { seed: usize },
+    /// The collective with this number returns an error.
+    Fails { at: usize },
+    /// The collective with this number panics.
+    Panics { at: usize },
+    /// The collective with this number never reaches the others.
+    IsLost { at: usize },
+}
+
+#[derive(Debug)]
+struct Faulty {
+    inner: Arc<dyn Communicator>,
+    fault: Fault,
+    calls: AtomicUsize,
+}
+
+impl Communicator for Faulty {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+    fn timeout(&self) -> Duration {
+        self.inner.timeout()
+    }
+    fn progress(&self) {
+        self.inner.progress();
+    }
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+
+    fn start(&self, request: Request, buffer: Buffer) -> Result<Pending> {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        match self.fault {
+            Fault::Delay { seed } => {
+                let turn = (call * 7 + self.rank() * 13 + seed * 31) % 5;
+                std::thread::sleep(Duration::from_micros(150 * turn as u64));
+            }
+            Fault::Fails { at } if at == call => {
+                return Err(Error::misuse("start", "the cable is out"));
+            }
+            Fault::Panics { at } if at == call => panic!("the cable is out"),
+            Fault::IsLost { at } if at == call => return Ok(Pending::new(Lost(self.timeout()))),
+            _ => {}
+        }
+        self.inner.start(request, buffer)
+    }
+}
+
+/// Waits for what does not come, longer than the others do.
+struct Lost(Duration);
+
+impl PendingCollective for Lost {
+    fn is_done(&self) -> bool {
+        false
+    }
+    fn wait(self: Box<Self>) -> Result<Buffer> {
+        std::thread::sleep(2 * self.0);
+        Err(Error::misuse("wait", "the message is lost"))
+    }
+}
+
+/// Trains two steps of three buckets over `comm`; the digest of the model.
+fn train(strategy: Sharding, rank: &Rank, comm: Arc<dyn Communicator>) -> Result<String> {
+    let store = ParamStore::new(rank.device());
+    let params: Vec<Tensor> = ["a", "b", "c"]
+        .into_iter()
+        .map(|name| ones(&store, 10, name))
+        .collect::<Result<_>>()?;
+    let caps = BucketCaps::new(40)?;
+    let mut trainer: Box<dyn Trainer<Optimizer = AdamW>> = match strategy {
+        Sharding::Ddp => {
+            let config = DdpConfig::default().with_bucket_caps(caps);
+            Box::new(DistributedDataParallel::with_config(
+                store,
+                comm,
+                AdamW::default(),
+                config,
+            )?)
+        }
+        _ => {
+            let stage = match strategy {
+                Sharding::Zero1 => ZeroStage::One,
+                _ => ZeroStage::Two,
+            };
+            let config = ZeroConfig::stage(stage).with_bucket_caps(caps);
+            Box::new(ZeroOptimizer::new(store, comm, AdamW::default(), config)?)
+        }
+    };
+    for step in 0..2 {
+        let mut loss = Tensor::zeros((), candle_core::DType::F32, rank.device())?;
+        for (i, p) in params.iter().enumerate() {
+            let x = noise(100 * step + 10 * i as u64 + rank.rank() as u64, 10);
+            loss = (loss + (p.tanh()? * x)?.sum_all()?)?;
+        }
+        trainer.backward(&loss)?;
+        trainer.clip_grad_norm(1.0)?;
+        trainer.step()?;
+    }
+    trainer.store().sha256()
+}
+
+fn faulty(rank: &Rank, fault: Option<Fault>) -> Arc<Faulty> {
+    Arc::new(Faulty {
+        inner: rank.comm(),
+        fault: fault.unwrap_or(Fault::Delay { seed: 0 }),
+        calls: AtomicUsize::new(0),
+    })
+}
+
+/// Three ranks, of which rank 1 has the fault: how the world ended, and how long it took.
+fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldError, Duration) {
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || {
+        let world = World::threads(3)
+            .expect("ranks")
+            .with_timeout(timeout)
+            .with_threads_per_rank(1);
+        let started = Instant::now();
+        let result = world.run(|rank| -> Result<()> {
+            let comm: Arc<dyn Communicator> = match rank.rank() {
+                1 => faulty(&rank, Some(fault)),
+                _ => rank.comm(),
+            };
+            train(strategy, &rank, comm).map(drop)
+        });
+        // The receiver is gone only if the test has failed by deadline.
+        let _ = send.send((result, started.elapsed()));
+    });
+    let (result, took) = receive
+        .recv_timeout(Duration::from_secs(30))
+        .expect("hangs");
+    match result {
+        Err(Error::World(error)) => (Arc::into_inner(error).expect("nobody else holds it"), took),
+        other => panic!("{strategy:?} {fault:?}: {other:?}"),
+    }
+}
+
+/// How many collectives a rank starts in `train`.
+fn num_collectives(strategy: Sharding) -> usize {
+    same_on_all(ranks(3, move |rank| {
+        let comm = faulty(&rank, None);
+        train(strategy, &rank, Arc::clone(&comm) as Arc<dyn Communicator>)?;
+        Ok(comm.calls.load(Ordering::Relaxed))
+    }))
+}
+
+#[test]
+fn a_rank_that_fails_in_any_collective_is_named_by_all() {
+    for strategy in STRATEGIES {
+        let num = num_collectives(strategy);
+        assert!(num > 12, "{num}");
+        for at in 0..num {
+            for fault in [Fault::Fails { at }, Fault::Panics { at }] {
+                let (error, took) = world_with(strategy, fault, Duration::from_secs(20));
+                assert!(
+                    took < Duration::from_secs(5),
+                    "{strategy:?} {fault:?}: {took:?}"
+                );
+                let failures = error.failures();
+                assert_eq!(failures.len(), 3, "{strategy:?} {fault:?}: {error}");
+                assert_eq!(failures[0].rank(), 1, "{strategy:?} {fault:?}: {error}");
+                assert!(failures[0].to_string().contains("the cable is out"));
+                for other in &failures[1..] {
+                    assert!(other.is_consequence());
+                    let error = other.error().and_then(|e| e.downcast_ref::<Error>());
+                    match error {
+                        Some(Error::RankFailed {
+                            failed: 1, reason, ..
+                        }) => {
+                            assert!(reason.contains("the cable is out"), "{reason}");
+                        }
+                        other => panic!("{strategy:?} {fault:?}: {other:?}"),
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_never_answers_is_named_after_the_timeout() {
+    let timeout = Duration::from_millis(700);
+    for strategy in STRATEGIES {
+        let num = num_collectives(strategy);
+        // The start values, a bucket, the last collective.
+        for at in [3, num / 2, num - 1] {
+            let (error, took) = world_with(strategy, Fault::IsLost { at }, timeout);
+            assert!(took < Duration::from_secs(5), "{strategy:?} {at}: {took:?}");
+            let timeouts = error
+                .failures()
+                .iter()
+                .filter_map(|f| f.error()?.downcast_ref::<Error>());
+            let named = timeouts.filter(|e| match e {
+                Error::Timeout { missing, .. } => *missing == [1],
+                // Rank 1 goes on with its next collective in the place of the lost one.
+                Error::Mismatch { rank_a, rank_b, .. } => *rank_a == 1 || *rank_b == 1,
+                _ => false,
+            });
+            assert!(named.count() >= 2, "{strategy:?} {at}: {error}");
+        }
+    }
+}
+
+#[test]
+fn delays_in_the_communicator_change_no_bits() {
+    let run = |strategy: Sharding, seed: usize| {
+        same_on_all(ranks(3, move |rank| {
+            let comm = faulty(&rank, Some(Fault::Delay { seed }));
+            train(strategy, &rank, comm)
+        }))
+    };
+    let expected = run(Sharding::Ddp, 0);
+    for strategy in STRATEGIES {
+        for seed in 0..8 {
+            assert_eq!(run(strategy, seed), expected, "{strategy:?}");
+        }
+    }
+}
