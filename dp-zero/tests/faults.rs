@@ -1,85 +1,16 @@
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
-use dp_core::comm::{Pending, PendingCollective, Request, Traffic};
 use dp_core::{
-    AdamW, BucketCaps, Buffer, Communicator, DdpConfig, DistributedDataParallel, Error, ParamStore,
-    Rank, Result, Trainer, World, WorldError,
+    AdamW, BucketCaps, Communicator, DdpConfig, DistributedDataParallel, Error, ParamStore, Rank,
+    Result, Trainer, World, WorldError,
 };
 use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
 
+use crate::faulty::{Fault, Faulty};
 use crate::support::{STRATEGIES, noise, ones, ranks, same_on_all};
-
-/// What goes wrong in a rank's communicator.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Fault {
-    /// Every collective starts some time late, differently each time.
-    Delay { seed: usize },
-    /// The collective with this number returns an error.
-    Fails { at: usize },
-    /// The collective with this number panics.
-    Panics { at: usize },
-    /// The collective with this number never reaches the others.
-    IsLost { at: usize },
-}
-
-#[derive(Debug)]
-struct Faulty {
-    inner: Arc<dyn Communicator>,
-    fault: Fault,
-    calls: AtomicUsize,
-}
-
-impl Communicator for Faulty {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-    fn world_size(&self) -> usize {
-        self.inner.world_size()
-    }
-    fn timeout(&self) -> Duration {
-        self.inner.timeout()
-    }
-    fn progress(&self) {
-        self.inner.progress();
-    }
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
-    }
-
-    fn start(&self, request: Request, buffer: Buffer) -> Result<Pending> {
-        let call = self.calls.fetch_add(1, Ordering::Relaxed);
-        match self.fault {
-            Fault::Delay { seed } => {
-                let turn = (call * 7 + self.rank() * 13 + seed * 31) % 5;
-                std::thread::sleep(Duration::from_micros(150 * turn as u64));
-            }
-            Fault::Fails { at } if at == call => {
-                return Err(Error::misuse("start", "the cable is out"));
-            }
-            Fault::Panics { at } if at == call => panic!("the cable is out"),
-            Fault::IsLost { at } if at == call => return Ok(Pending::new(Lost(self.timeout()))),
-            _ => {}
-        }
-        self.inner.start(request, buffer)
-    }
-}
-
-/// Waits for what does not come, longer than the others do.
-struct Lost(Duration);
-
-impl PendingCollective for Lost {
-    fn is_done(&self) -> bool {
-        false
-    }
-    fn wait(self: Box<Self>) -> Result<Buffer> {
-        std::thread::sleep(2 * self.0);
-        Err(Error::misuse("wait", "the message is lost"))
-    }
-}
 
 /// Trains two steps of three buckets over `comm`; the digest of the model.
 fn train(strategy: Sharding, rank: &Rank, comm: Arc<dyn Communicator>) -> Result<String> {
@@ -121,14 +52,6 @@ fn train(strategy: Sharding, rank: &Rank, comm: Arc<dyn Communicator>) -> Result
     trainer.store().sha256()
 }
 
-fn faulty(rank: &Rank, fault: Option<Fault>) -> Arc<Faulty> {
-    Arc::new(Faulty {
-        inner: rank.comm(),
-        fault: fault.unwrap_or(Fault::Delay { seed: 0 }),
-        calls: AtomicUsize::new(0),
-    })
-}
-
 /// Three ranks, of which rank 1 has the fault: how the world ended, and how long it took.
 fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldError, Duration) {
     let (send, receive) = mpsc::channel();
@@ -140,7 +63,7 @@ fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldErro
         let started = Instant::now();
         let result = world.run(|rank| -> Result<()> {
             let comm: Arc<dyn Communicator> = match rank.rank() {
-                1 => faulty(&rank, Some(fault)),
+                1 => Faulty::new(&rank, fault),
                 _ => rank.comm(),
             };
             train(strategy, &rank, comm).map(drop)
@@ -160,9 +83,9 @@ fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldErro
 /// How many collectives a rank starts in `train`.
 fn num_collectives(strategy: Sharding) -> usize {
     same_on_all(ranks(3, move |rank| {
-        let comm = faulty(&rank, None);
+        let comm = Faulty::new(&rank, Fault::Delay { seed: 0 });
         train(strategy, &rank, Arc::clone(&comm) as Arc<dyn Communicator>)?;
-        Ok(comm.calls.load(Ordering::Relaxed))
+        Ok(comm.num_calls())
     }))
 }
 
@@ -227,7 +150,7 @@ fn a_rank_that_never_answers_is_named_after_the_timeout() {
 fn delays_in_the_communicator_change_no_bits() {
     let run = |strategy: Sharding, seed: usize| {
         same_on_all(ranks(3, move |rank| {
-            let comm = faulty(&rank, Some(Fault::Delay { seed }));
+            let comm = Faulty::new(&rank, Fault::Delay { seed });
             train(strategy, &rank, comm)
         }))
     };

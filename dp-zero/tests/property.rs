@@ -1,11 +1,13 @@
+use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use candle_nn::Init;
-use dp_core::{AdamW, Backend, ParamStore, Rank, Result, Trainer};
+use dp_core::{AdamW, Backend, Communicator, ParamStore, Rank, Result, Trainer};
 use dp_zero::Sharding;
 use proptest::prelude::*;
 
+use crate::faulty::{Fault, Faulty};
 use crate::support::{AnyTrainer, Probe, STRATEGIES, caps, noise, ranks_on, same_on_all, values};
 
 const STEPS: usize = 3;
@@ -100,8 +102,18 @@ impl Case {
                 vb.get_with_hints(shape, &format!("p{i}"), init)
             })
             .collect::<candle_core::Result<_>>()?;
-        let mut trainer =
-            AnyTrainer::new(strategy, store, rank, AdamW::with_lr(0.1), caps(self.cap))?;
+        let comm: Arc<dyn Communicator> = match self.delays {
+            0 => rank.comm(),
+            seed => Faulty::new(
+                rank,
+                Fault::Delay {
+                    seed: seed as usize,
+                },
+            ),
+        };
+        let mut trainer = AnyTrainer::over(comm, strategy, store, AdamW::with_lr(0.1), |engine| {
+            engine.bucket_caps = caps(self.cap);
+        })?;
         let mut norms = Vec::new();
         for step in 0..STEPS {
             let parts: Vec<(usize, usize)> = match alone {

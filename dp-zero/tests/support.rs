@@ -5,8 +5,8 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_nn::{Init, Linear, Module, VarBuilder};
 use dp_core::engine::Engine;
 use dp_core::{
-    Backend, BucketCaps, DdpConfig, DistributedDataParallel, EngineConfig, Optimizer, ParamGroups,
-    ParamStore, Rank, Result, Trainer, World,
+    Backend, BucketCaps, Communicator, DdpConfig, DistributedDataParallel, EngineConfig, Optimizer,
+    ParamGroups, ParamStore, Rank, Result, Trainer, World,
 };
 use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
 
@@ -116,12 +116,22 @@ impl<O: Optimizer> AnyTrainer<O> {
         optimizer: impl Into<ParamGroups<O>>,
         change: impl FnOnce(&mut EngineConfig),
     ) -> Result<Self> {
+        Self::over(rank.comm(), strategy, store, optimizer, change)
+    }
+
+    /// Over any communicator.
+    pub fn over(
+        comm: Arc<dyn Communicator>,
+        strategy: Sharding,
+        store: ParamStore,
+        optimizer: impl Into<ParamGroups<O>>,
+        change: impl FnOnce(&mut EngineConfig),
+    ) -> Result<Self> {
         let stage = match strategy {
             Sharding::Ddp => {
                 let mut config = DdpConfig::default();
                 change(&mut config.engine);
-                let ddp =
-                    DistributedDataParallel::with_config(store, rank.comm(), optimizer, config)?;
+                let ddp = DistributedDataParallel::with_config(store, comm, optimizer, config)?;
                 return Ok(Self::Ddp(ddp));
             }
             Sharding::Zero1 => ZeroStage::One,
@@ -131,10 +141,7 @@ impl<O: Optimizer> AnyTrainer<O> {
         let mut config = ZeroConfig::stage(stage);
         change(&mut config.engine);
         Ok(Self::Zero(ZeroOptimizer::new(
-            store,
-            rank.comm(),
-            optimizer,
-            config,
+            store, comm, optimizer, config,
         )?))
     }
 }

@@ -28,5 +28,8 @@ mod randomness;
 /// Random models, strategies and settings: all compute what one rank computes, bit for bit.
 mod property;
 
+/// The communicator that goes wrong, for other modules.
+mod faulty;
+
 /// A communicator that delays, fails, panics or loses messages, at every place of two steps.
 mod faults;
