@@ -57,6 +57,16 @@ impl BucketCaps {
         }
         Ok(Self { first, rest })
     }
+
+    /// Cap of the first bucket, in bytes.
+    pub fn first(&self) -> usize {
+        self.first
+    }
+
+    /// Cap of the other buckets, in bytes.
+    pub fn rest(&self) -> usize {
+        self.rest
+    }
 }
 
 /// Where one parameter lies in its bucket.

@@ -38,10 +38,16 @@ pub trait Element: sealed::Sealed + Copy + Send + Sync + std::fmt::Debug + 'stat
     fn vec_mut(storage: &mut CpuStorage) -> Option<&mut Vec<Self>>;
     #[doc(hidden)]
     fn storage(values: Vec<Self>) -> CpuStorage;
+    /// The values as little-endian bytes; `bytes` is as long as they are.
+    #[doc(hidden)]
+    fn to_le(values: &[Self], bytes: &mut [u8]);
+    /// The values of little-endian bytes; `bytes` is as long as they are.
+    #[doc(hidden)]
+    fn from_le(bytes: &[u8], values: &mut [Self]);
 }
 
 macro_rules! storage_access {
-    ($variant:ident) => {
+    ($t:ty, $variant:ident) => {
         const DTYPE: DType = DType::$variant;
         fn vec(storage: &CpuStorage) -> Option<&Vec<Self>> {
             match storage {
@@ -58,6 +64,18 @@ macro_rules! storage_access {
         fn storage(values: Vec<Self>) -> CpuStorage {
             CpuStorage::$variant(values)
         }
+        fn to_le(values: &[Self], bytes: &mut [u8]) {
+            let (out, _) = bytes.as_chunks_mut::<{ size_of::<$t>() }>();
+            for (o, v) in out.iter_mut().zip(values) {
+                *o = v.to_le_bytes();
+            }
+        }
+        fn from_le(bytes: &[u8], values: &mut [Self]) {
+            let (chunks, _) = bytes.as_chunks::<{ size_of::<$t>() }>();
+            for (v, b) in values.iter_mut().zip(chunks) {
+                *v = <$t>::from_le_bytes(*b);
+            }
+        }
     };
 }
 
@@ -67,7 +85,7 @@ macro_rules! float_element {
         impl Element for $t {
             type Acc = $acc;
             const ZERO: Self = $zero;
-            storage_access!($variant);
+            storage_access!($t, $variant);
             #[inline(always)]
             fn to_acc(self) -> $acc {
                 $to(self)
@@ -102,7 +120,7 @@ macro_rules! int_element {
         impl Element for $t {
             type Acc = $t;
             const ZERO: Self = 0;
-            storage_access!($variant);
+            storage_access!($t, $variant);
             #[inline(always)]
             fn to_acc(self) -> $t {
                 self

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use candle_core::{DType, Device, Tensor};
 use sha2::{Digest, Sha256};
 
-use crate::bucket::BucketLayout;
+use crate::bucket::{BucketCaps, BucketLayout};
 use crate::buffer::Buffer;
 use crate::comm::Communicator;
 use crate::config::{EngineConfig, UnusedParameters};
@@ -34,6 +34,8 @@ enum Window {
     Complete { done: usize },
     /// A backward failed: gradients are a mixture.
     Broken,
+    /// A load failed in the middle: parameters are a mixture.
+    HalfLoaded,
 }
 
 /// Parameters, gradients, optimizer state and the order of work of one rank's trainer; a [`Strategy`] says who owns
@@ -59,6 +61,7 @@ pub struct Engine<O: Optimizer> {
     /// Buffers to broadcast after each step, in canonical order.
     pub(crate) buffers: Vec<usize>,
     window: Window,
+    pub(crate) bucket_caps: BucketCaps,
     pub(crate) clipping: Option<(f64, f32)>,
     pub(crate) steps: u64,
     pub(crate) warned_unused: bool,
@@ -147,6 +150,7 @@ impl<O: Optimizer> Engine<O> {
             states,
             buffers,
             window: Window::Empty,
+            bucket_caps: config.bucket_caps,
             clipping: None,
             steps: 0,
             warned_unused: false,
@@ -220,7 +224,27 @@ impl<O: Optimizer> Engine<O> {
     }
 
     pub(crate) fn forget_window(&mut self) {
+        if self.window != Window::HalfLoaded {
+            self.window = Window::Empty;
+        }
+    }
+
+    /// A load may follow one that failed.
+    pub(crate) fn require_window_for_load(&self) -> Result<()> {
+        match self.window {
+            Window::HalfLoaded => Ok(()),
+            _ => self.require_empty_window("load"),
+        }
+    }
+
+    /// From now on parameters are a mixture, until `end_load`.
+    pub(crate) fn begin_load(&mut self) {
+        self.window = Window::HalfLoaded;
+    }
+
+    pub(crate) fn end_load(&mut self) -> Result<()> {
         self.window = Window::Empty;
+        self.mark_update()
     }
 
     pub(crate) fn require_empty_window(&self, call: &'static str) -> Result<()> {
@@ -249,6 +273,9 @@ impl<O: Optimizer> Engine<O> {
                 "there are gradients that step has not used; call step, or zero_grad to forget them; to average several \
                  backward passes, use trainer.accumulate(n)"
                     .to_string()
+            }
+            Window::HalfLoaded => {
+                "a load failed in the middle, and the parameters are a mixture; load a checkpoint".to_string()
             }
             Window::Broken => "an earlier backward failed, its gradients are incomplete; call zero_grad to forget them".to_string(),
         };

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::checkpoint::CheckpointProblem;
 use crate::world_error::WorldError;
 
 /// Result with this crate's [`Error`].
@@ -179,6 +180,20 @@ pub enum Error {
         message: String,
     },
 
+    /// A checkpoint or a file of weights cannot be saved or loaded. The same error on all ranks; nothing in memory has
+    /// changed, and the previous checkpoint is as it was.
+    #[error("{}{}: {message}", of_rank(*rank), path.display())]
+    Checkpoint {
+        /// The rank that met the problem; `None` outside of a trainer.
+        rank: Option<usize>,
+        /// The file or folder.
+        path: PathBuf,
+        /// What kind of problem.
+        problem: CheckpointProblem,
+        /// What is wrong, and what to do.
+        message: String,
+    },
+
     /// One or several ranks of a [`crate::World`] failed.
     #[error(transparent)]
     World(Arc<WorldError>),
@@ -236,6 +251,10 @@ impl From<WorldError> for candle_core::Error {
     fn from(e: WorldError) -> Self {
         candle_core::Error::wrap(e)
     }
+}
+
+fn of_rank(rank: Option<usize>) -> String {
+    rank.map_or(String::new(), |r| format!("rank {r}: "))
 }
 
 fn list(ranks: &[usize]) -> String {

@@ -7,7 +7,9 @@ use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{CpuStorage, DType, Device, Shape, Storage};
 use parking_lot::Mutex;
 
+use crate::buffer::{Element, with_element};
 use crate::error::{Error, Result};
+use crate::param::{Param, with_values_mut};
 
 /// A mapped file, and which of its tensors have been asked for.
 pub(crate) struct InitialValues {
@@ -36,13 +38,30 @@ impl InitialValues {
         Some(self.tensors.get(name).ok()?.shape().to_vec().into())
     }
 
+    /// All names, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let names = self.tensors.tensors().into_iter().map(|(name, _)| name);
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        names
+    }
+
     /// Names that nobody has asked for, sorted.
     pub fn unused(&self) -> Vec<String> {
         let used = self.used.lock();
-        let names = self.tensors.tensors().into_iter().map(|(name, _)| name);
-        let mut names: Vec<String> = names.filter(|name| !used.contains(name)).collect();
-        names.sort();
+        let mut names = self.names();
+        names.retain(|name| !used.contains(name));
         names
+    }
+
+    /// Overwrites a parameter's values in place, converted to its dtype.
+    pub fn load_into(&self, param: &Param) -> Result<()> {
+        let tensor = param.tensor();
+        let values = self.load(param.name(), tensor.shape(), tensor.dtype())?;
+        with_element!(tensor.dtype(), T => {
+            let values = T::vec(&values).ok_or_else(|| Error::parameter(param.name(), "was loaded with another dtype"))?;
+            with_values_mut::<T, _>(tensor, |own| own.copy_from_slice(values))
+        })
     }
 
     /// The values of a tensor, which must have this shape, converted to `dtype`.

@@ -43,9 +43,11 @@ mod world_error;
 pub mod buffer;
 pub mod comm;
 
+mod hashing;
 mod hook;
 mod init;
 mod initial_values;
+mod little_endian;
 mod param;
 mod store;
 
@@ -69,6 +71,8 @@ mod sentinel;
 mod step;
 mod trainer;
 
+pub mod checkpoint;
+
 mod varmap_sync;
 
 mod metrics;
@@ -79,6 +83,7 @@ pub mod memory;
 
 pub use bucket::{BucketCaps, BucketLayout};
 pub use buffer::{Buffer, Element};
+pub use checkpoint::{DataPosition, HyperParameters, LoadOptions, LoadedCheckpoint, SaveOptions};
 pub use comm::{Communicator, ReduceOp};
 pub use config::{EngineConfig, UnusedParameters};
 pub use ddp::{DdpConfig, DistributedDataParallel};

@@ -1,5 +1,6 @@
 //! One named tensor of a model, whose values are read and written in place.
 
+use std::io::Write;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,6 +10,7 @@ use parking_lot::Mutex;
 
 use crate::buffer::{Buffer, Element, with_element};
 use crate::error::{Error, Result};
+use crate::little_endian::write_le;
 use crate::memory::{Category, Ledger};
 
 /// What a named tensor of the model is.
@@ -30,6 +32,7 @@ pub struct Param {
     pub(crate) name: Arc<str>,
     pub(crate) tensor: Tensor,
     pub(crate) kind: ParamKind,
+    pub(crate) tied: bool,
 }
 
 impl Param {
@@ -39,6 +42,7 @@ impl Param {
             name: name.into(),
             tensor: tensor.clone(),
             kind: ParamKind::Trained,
+            tied: false,
         }
     }
 
@@ -55,6 +59,11 @@ impl Param {
     /// Trained, frozen or buffer.
     pub fn kind(&self) -> ParamKind {
         self.kind
+    }
+
+    /// True if several layers have asked for it: tied weights.
+    pub fn is_tied(&self) -> bool {
+        self.tied
     }
 
     /// Number of elements.
@@ -78,6 +87,14 @@ impl Param {
     pub fn write(&self, range: Range<usize>, values: &[f32]) -> Result<()> {
         self.check_range(&range, values.len())?;
         with_values_mut(&self.tensor, |own| own[range].copy_from_slice(values))
+    }
+
+    /// Writes elements `range` (row-major), of any float dtype, as little-endian bytes.
+    pub(crate) fn write_le(&self, range: Range<usize>, out: &mut dyn Write) -> Result<()> {
+        with_element!(self.tensor.dtype(), T => {
+            with_values::<T, _>(&self.tensor, |values| write_le(&values[range], out))?
+        })
+        .map_err(|e| Error::parameter(&self.name, format!("writing its values: {e}")))
     }
 
     fn check_range(&self, range: &Range<usize>, len: usize) -> Result<()> {

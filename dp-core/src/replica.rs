@@ -30,7 +30,7 @@ impl ParamSpec {
         }
     }
 
-    fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         let kind = match self.kind {
             ParamKind::Trained => "trained",
             ParamKind::Frozen => "frozen",

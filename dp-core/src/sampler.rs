@@ -85,24 +85,36 @@ impl DistributedSampler {
 
     /// Number of samples of this rank per epoch; the same on all ranks unless [`Remainder::Keep`].
     pub fn num_samples(&self) -> usize {
+        self.share(self.len)
+    }
+
+    /// How many of `len` samples this rank gets.
+    fn share(&self, len: usize) -> usize {
         match self.remainder {
-            Remainder::Pad => self.len.div_ceil(self.world_size),
-            Remainder::Drop => self.len / self.world_size,
-            Remainder::Keep => (self.len + self.world_size - 1 - self.rank) / self.world_size,
+            Remainder::Pad => len.div_ceil(self.world_size),
+            Remainder::Drop => len / self.world_size,
+            Remainder::Keep => (len + self.world_size - 1 - self.rank) / self.world_size,
         }
     }
 
     /// This rank's samples in `epoch` (`set_epoch` in PyTorch), in order.
     pub fn indices(&self, epoch: u64) -> Vec<usize> {
+        self.indices_after(epoch, 0)
+    }
+
+    /// [`indices`](Self::indices) after all ranks together have used the first `consumed` of the epoch's samples: how a
+    /// resumed run goes on, also on another number of ranks. The rest of the order is dealt as a whole epoch is; it is
+    /// empty when the epoch is over.
+    pub fn indices_after(&self, epoch: u64, consumed: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.len).collect();
         if let Some(seed) = self.shuffle {
             let mut rng = ChaCha8Rng::seed_from_u64(seed);
             rng.set_stream(epoch);
             order.shuffle(&mut rng);
         }
-        let position = |i: usize| self.rank + i * self.world_size;
+        let position = |i: usize| consumed + self.rank + i * self.world_size;
         // Beyond the end the order begins again: that is the padding, also where it is longer than the dataset.
-        (0..self.num_samples())
+        (0..self.share(self.len.saturating_sub(consumed)))
             .map(|i| order[position(i) % self.len])
             .collect()
     }

@@ -1,12 +1,10 @@
 //! The divergence sentinel: replicas are compared, now and then, while training.
 
-use sha2::{Digest, Sha256};
-
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Request};
 use crate::error::{Error, Result};
+use crate::hashing::Hashing;
 use crate::param::Param;
-use crate::store::little_endian_bytes;
 
 /// Compares 64 bits of the SHA-256 of each parameter's values over the ranks. `order`: the positions in `params` that
 /// ranks share.
@@ -22,7 +20,10 @@ pub(crate) fn compare_replicas(
     let (rank, n) = (comm.rank(), comm.world_size());
     let mut hashes = vec![0i64; n * order.len()];
     for (hash, &index) in hashes[rank * order.len()..].iter_mut().zip(order) {
-        let digest = Sha256::digest(little_endian_bytes(params[index].tensor())?);
+        let param = &params[index];
+        let mut digest = Hashing::only();
+        param.write_le(0..param.num_elements(), &mut digest)?;
+        let digest = digest.finish().1;
         let mut first = [0; 8];
         first.copy_from_slice(&digest[..8]);
         *hash = i64::from_le_bytes(first);

@@ -1,16 +1,17 @@
 //! The named parameters of one rank's model.
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Weak};
 
-use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor, Var};
+use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use parking_lot::Mutex;
-use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::hashing::{Hashing, hex};
 use crate::hook::{GradientSink, HookOp, HookSlot};
 use crate::init::initial_values;
 use crate::initial_values::InitialValues;
@@ -176,19 +177,19 @@ impl ParamStore {
     pub fn sha256(&self) -> Result<String> {
         let mut params = self.params();
         params.sort_by(|a, b| a.name.cmp(&b.name));
-        let mut hash = Sha256::new();
+        let mut hash = Hashing::only();
         for param in &params {
-            hash.update(param.name.as_bytes());
-            hash.update([0]);
-            hash.update(format!(
-                "{:?} {:?}\n",
+            let header = format!(
+                "{}\0{:?} {:?}\n",
+                param.name,
                 param.tensor.dims(),
                 param.tensor.dtype()
-            ));
-            hash.update(little_endian_bytes(&param.tensor)?);
+            );
+            // Hashing does not fail.
+            let _ = hash.write_all(header.as_bytes());
+            param.write_le(0..param.num_elements(), &mut hash)?;
         }
-        let digest = hash.finalize();
-        Ok(digest.iter().map(|byte| format!("{byte:02x}")).collect())
+        Ok(hex(&hash.finish().1))
     }
 
     /// No parameters can be created from now on.
@@ -218,32 +219,6 @@ fn is_batch_norm_statistic(name: &str) -> bool {
     matches!(last, "running_mean" | "running_var")
 }
 
-/// The elements' bytes, little endian, in row-major order.
-pub(crate) fn little_endian_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
-    let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
-    let (storage, layout) = tensor.storage_and_layout();
-    let (start, end) = layout.contiguous_offsets().unwrap_or((0, 0));
-    macro_rules! bytes {
-        ($v:expr) => {
-            $v[start..end]
-                .iter()
-                .flat_map(|x| x.to_le_bytes())
-                .collect()
-        };
-    }
-    match &*storage {
-        Storage::Cpu(CpuStorage::F32(v)) => Ok(bytes!(v)),
-        Storage::Cpu(CpuStorage::F64(v)) => Ok(bytes!(v)),
-        Storage::Cpu(CpuStorage::F16(v)) => Ok(bytes!(v)),
-        Storage::Cpu(CpuStorage::BF16(v)) => Ok(bytes!(v)),
-        _ => Err(Error::UnsupportedDType {
-            what: "a parameter".to_string(),
-            dtype: tensor.dtype().as_str(),
-            supported: "f32, f64, f16, bf16",
-        }),
-    }
-}
-
 struct Backend(Arc<Inner>);
 
 impl Backend {
@@ -263,7 +238,9 @@ impl Backend {
                     ),
                 ));
             }
-            return Ok(known.clone());
+            let known = known.clone();
+            params.list[index].tied = true;
+            return Ok(known);
         }
         if params.sealed {
             return Err(Error::parameter(
@@ -309,6 +286,7 @@ impl Backend {
             name,
             tensor: tensor.clone(),
             kind,
+            tied: false,
         });
         Ok(tensor)
     }

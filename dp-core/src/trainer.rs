@@ -1,8 +1,11 @@
 //! The interface that data parallelism and all ZeRO stages have in common.
 
+use std::path::{Path, PathBuf};
+
 use candle_core::Tensor;
 
 use crate::bucket::BucketLayout;
+use crate::checkpoint::{LoadOptions, LoadedCheckpoint, PendingSave, SaveOptions};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::loss::Loss;
@@ -177,6 +180,92 @@ pub trait Trainer {
     /// [`Error::InvalidArgument`] naming the schedule's field.
     fn set_lr_schedule(&mut self, schedule: LrSchedule) -> Result<()> {
         self.engine_mut().set_schedule(schedule)
+    }
+
+    /// Saves parameters, optimizer state, step count and settings as a new checkpoint in the folder `run`, and makes it the
+    /// latest there. Collective; between two steps. All ranks need to see the same folder. See
+    /// [`checkpoint`](crate::checkpoint).
+    ///
+    /// Returns the checkpoint's own folder, when it is complete and on the disk.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`], the same on all ranks: nothing is left of the new checkpoint, and the latest is still the
+    /// one before. [`Error::Misuse`] while gradients wait for `step`; those of the collectives.
+    fn save(&self, run: &Path) -> Result<PathBuf> {
+        self.save_with(run, &SaveOptions::default())
+    }
+
+    /// [`save`](Self::save) with settings.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    fn save_with(&self, run: &Path, options: &SaveOptions) -> Result<PathBuf> {
+        self.engine().save(run, options)
+    }
+
+    /// [`save_with`](Self::save_with), but files are written by another thread, from a copy of this rank's share that is in
+    /// the [`ledger`](Self::ledger) until they are. Training goes on at once; the checkpoint counts when
+    /// [`PendingSave::wait`] has returned.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save), for what can be known at once.
+    fn save_in_background(&self, run: &Path, options: &SaveOptions) -> Result<PendingSave> {
+        self.engine().save_in_background(run, options)
+    }
+
+    /// Loads the checkpoint at `path`, or the latest one of the run whose folder `path` is, saved by any strategy on any
+    /// number of ranks with any bucket caps. Parameters are found by name. Collective.
+    ///
+    /// Values, optimizer state and step counts are those saved, to the bit; with the same number of ranks the run goes on
+    /// as if it had never stopped, if data order and random generators do ([`SaveOptions::with_data`],
+    /// [`SaveOptions::with_rank_state`]). Everything must match, unless [`load_with`](Self::load_with) allows more.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`], the same on all ranks, before anything is changed. If the disk fails later on, the trainer
+    /// refuses to train until a load has succeeded.
+    fn load(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
+        self.load_with(path, &LoadOptions::default())
+    }
+
+    /// [`load`](Self::load) with settings.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    fn load_with(&mut self, path: &Path, options: &LoadOptions) -> Result<LoadedCheckpoint> {
+        self.engine_mut().load(path, options)
+    }
+
+    /// [`load_with`](Self::load_with) for the start of a program that may be a restart: `None` if the run has no complete
+    /// checkpoint yet.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    fn load_latest(
+        &mut self,
+        run: &Path,
+        options: &LoadOptions,
+    ) -> Result<Option<LoadedCheckpoint>> {
+        self.engine_mut().load_latest(run, options)
+    }
+
+    /// Writes the values of all parameters and buffers to one safetensors file, which `VarBuilder::from_mmaped_safetensors`,
+    /// `VarMap::load` and other languages read. Tied weights are there once, by their name. Rank 0 writes, one chunk at
+    /// a time; an existing file is replaced when the new one is complete. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`], the same on all ranks.
+    fn export_safetensors(&self, path: &Path) -> Result<()> {
+        self.engine().export_safetensors(path)
+    }
+
+    /// Takes the values of all parameters and buffers from a safetensors file, which rank 0 reads; the file's dtype is
+    /// converted. Optimizer state and step count stay. Collective. To start from a file, rather than to change over to it,
+    /// see [`ParamStore::with_initial_values`].
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`], the same on all ranks, before anything is changed.
+    fn import_safetensors(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
+        self.engine_mut().import_safetensors(path, options)
     }
 
     /// Returns when all ranks have called it.

@@ -168,6 +168,7 @@ fn frozen_parameters_keep_their_values_and_cost_no_state() {
             gradients: 80,
             optimizer: 160,
             communication: 0,
+            checkpoint: 0,
         };
         assert_eq!(trainer.ledger().current(), bytes);
         Ok(())

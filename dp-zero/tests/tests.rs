@@ -33,3 +33,6 @@ mod faulty;
 
 /// A communicator that delays, fails, panics or loses messages, at every place of two steps.
 mod faults;
+
+/// Checkpoints: any trainer loads what any other has saved, and goes on as if nothing had happened.
+mod checkpoint;

@@ -20,15 +20,18 @@ pub enum Category {
     Optimizer,
     /// Buffers that exist only to send or receive.
     Communication,
+    /// Copies that a checkpoint in the background is written from.
+    Checkpoint,
 }
 
 impl Category {
     /// All categories, in the order of reports.
-    pub const ALL: [Category; 4] = [
+    pub const ALL: [Category; 5] = [
         Category::Parameters,
         Category::Gradients,
         Category::Optimizer,
         Category::Communication,
+        Category::Checkpoint,
     ];
 }
 
@@ -43,7 +46,7 @@ struct Account {
 /// Cloning gives another handle on the same ledger.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
-    accounts: Arc<[Account; 4]>,
+    accounts: Arc<[Account; 5]>,
 }
 
 /// The ledger at one moment, in bytes.
@@ -57,6 +60,8 @@ pub struct LedgerSnapshot {
     pub optimizer: u64,
     /// Bytes of [`Category::Communication`].
     pub communication: u64,
+    /// Bytes of [`Category::Checkpoint`].
+    pub checkpoint: u64,
 }
 
 impl LedgerSnapshot {
@@ -110,13 +115,14 @@ impl Ledger {
     }
 
     fn read(&self, f: impl Fn(&Account) -> u64) -> LedgerSnapshot {
-        let [parameters, gradients, optimizer, communication] =
+        let [parameters, gradients, optimizer, communication, checkpoint] =
             Category::ALL.map(|c| f(&self.accounts[c as usize]));
         LedgerSnapshot {
             parameters,
             gradients,
             optimizer,
             communication,
+            checkpoint,
         }
     }
 }

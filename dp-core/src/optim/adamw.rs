@@ -1,6 +1,6 @@
 //! AdamW: "Decoupled weight decay regularization", arXiv 1711.05101; `torch.optim.AdamW`.
 
-use super::{Optimizer, check};
+use super::{Optimizer, check, unknown};
 use crate::error::Result;
 
 /// AdamW with PyTorch's defaults. Per element, with gradient `g` and step `t`:
@@ -50,6 +50,10 @@ impl AdamW {
 }
 
 impl Optimizer for AdamW {
+    fn name(&self) -> &'static str {
+        "adamw"
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }
@@ -93,6 +97,18 @@ impl Optimizer for AdamW {
             ("eps", self.eps),
             ("weight_decay", self.weight_decay),
         ]
+    }
+
+    fn set_hyper_parameter(&mut self, name: &str, value: f64) -> Result<()> {
+        match name {
+            "lr" => self.lr = value,
+            "beta1" => self.beta1 = value,
+            "beta2" => self.beta2 = value,
+            "eps" => self.eps = value,
+            "weight_decay" => self.weight_decay = value,
+            other => return Err(unknown(self.name(), other)),
+        }
+        Ok(())
     }
 
     fn learning_rate(&self) -> f64 {

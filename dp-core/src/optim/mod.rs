@@ -14,6 +14,9 @@ use crate::error::Result;
 
 /// Hyper-parameters of an elementwise optimizer, and its update rule.
 pub trait Optimizer: Clone + Send + std::fmt::Debug + 'static {
+    /// The kind of optimizer, e.g. `adamw`: checkpoints name it.
+    fn name(&self) -> &'static str;
+
     /// Names of the f32 numbers kept per element: the optimizer state. AdamW keeps `exp_avg` and `exp_avg_sq`.
     fn state_names(&self) -> &'static [&'static str];
 
@@ -32,6 +35,12 @@ pub trait Optimizer: Clone + Send + std::fmt::Debug + 'static {
     /// The hyper-parameters by name. Ranks compare them in every step, so all that influences the update belongs here.
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)>;
 
+    /// Sets one of [`hyper_parameters`](Self::hyper_parameters).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if there is none of this name.
+    fn set_hyper_parameter(&mut self, name: &str, value: f64) -> Result<()>;
+
     /// The learning rate.
     fn learning_rate(&self) -> f64;
 
@@ -43,6 +52,13 @@ pub trait Optimizer: Clone + Send + std::fmt::Debug + 'static {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) naming the hyper-parameter.
     fn validate(&self) -> Result<()>;
+}
+
+fn unknown(optimizer: &str, name: &str) -> crate::Error {
+    crate::Error::invalid(
+        "hyper-parameter",
+        format!("{optimizer} has none called `{name}`"),
+    )
 }
 
 fn check(what: &'static str, ok: bool, value: f64, range: &str) -> Result<()> {

@@ -7,7 +7,8 @@ use crate::error::{Error, Result};
 /// nor of micro-batches matters, and a skipped step does not count.
 ///
 /// [`factor(t)`]: LrSchedule::factor
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum LrSchedule {
     /// `1`

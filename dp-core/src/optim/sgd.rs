@@ -1,6 +1,6 @@
 //! Stochastic gradient descent: `torch.optim.SGD`.
 
-use super::{Optimizer, check};
+use super::{Optimizer, check, unknown};
 use crate::error::Result;
 
 /// SGD with momentum, weight decay and Nesterov's variant. Per element, with gradient `g`:
@@ -39,6 +39,10 @@ impl Sgd {
 }
 
 impl Optimizer for Sgd {
+    fn name(&self) -> &'static str {
+        "sgd"
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         if self.momentum == 0.0 {
             &[]
@@ -90,6 +94,18 @@ impl Optimizer for Sgd {
             ("weight_decay", self.weight_decay),
             ("nesterov", f64::from(u8::from(self.nesterov))),
         ]
+    }
+
+    fn set_hyper_parameter(&mut self, name: &str, value: f64) -> Result<()> {
+        match name {
+            "lr" => self.lr = value,
+            "momentum" => self.momentum = value,
+            "dampening" => self.dampening = value,
+            "weight_decay" => self.weight_decay = value,
+            "nesterov" => self.nesterov = value != 0.0,
+            other => return Err(unknown(self.name(), other)),
+        }
+        Ok(())
     }
 
     fn learning_rate(&self) -> f64 {

@@ -1,6 +1,6 @@
 //! Dropout with a stream of random numbers of its own.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::ModuleT;
@@ -47,6 +47,22 @@ impl Dropout {
             rng: Mutex::new(ChaCha8Rng::seed_from_u64(seed)),
         })
     }
+
+    /// Where its stream of random numbers stands: what a checkpoint keeps of it.
+    pub fn position(&self) -> u64 {
+        // One word per element drawn or less: 2^64 are never reached.
+        self.lock().get_word_pos() as u64
+    }
+
+    /// Goes on from a [`position`](Self::position) of a layer with the same seed.
+    pub fn seek(&self, position: u64) {
+        self.lock().set_word_pos(position.into());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ChaCha8Rng> {
+        // The stream is whole between two draws, so a panic elsewhere does no harm.
+        self.rng.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl ModuleT for Dropout {
@@ -58,8 +74,7 @@ impl ModuleT for Dropout {
         let keep = 1. - self.p;
         let scale = (1. / keep) as f32;
         let mask: Vec<f32> = {
-            // The stream is whole between two draws, so a panic elsewhere does no harm.
-            let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut rng = self.lock();
             let draw = |_| if rng.random_bool(keep) { scale } else { 0. };
             (0..x.elem_count()).map(draw).collect()
         };

@@ -1,0 +1,81 @@
+//! Ranks tell each other how their part went, so that all succeed or all fail.
+
+use std::path::PathBuf;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::CheckpointProblem;
+use crate::comm::Communicator;
+use crate::error::{Error, Result};
+
+#[derive(Serialize, Deserialize)]
+enum Outcome<T> {
+    Done(T),
+    Failed {
+        path: PathBuf,
+        problem: CheckpointProblem,
+        message: String,
+    },
+}
+
+/// Gives every rank what all ranks have got, in rank order; or, if some have failed, the error of the first of them.
+pub(crate) fn agree<T: Serialize + DeserializeOwned>(
+    comm: &dyn Communicator,
+    label: &str,
+    mine: Result<T>,
+) -> Result<Vec<T>> {
+    let mine = match mine {
+        Ok(done) => Outcome::Done(done),
+        Err(Error::Checkpoint {
+            path,
+            problem,
+            message,
+            ..
+        }) => Outcome::Failed {
+            path,
+            problem,
+            message,
+        },
+        Err(other) => Outcome::Failed {
+            path: PathBuf::new(),
+            problem: CheckpointProblem::Io,
+            message: other.to_string(),
+        },
+    };
+    let encode = serde_json::to_vec(&mine).map_err(|e| Error::invalid("checkpoint", e))?;
+    let all = comm.all_gather_bytes(&encode, label)?;
+    let mut done = Vec::with_capacity(all.len());
+    for (rank, bytes) in all.iter().enumerate() {
+        match serde_json::from_slice(bytes).map_err(|e| Error::invalid("checkpoint", e))? {
+            Outcome::Done(value) => done.push(value),
+            Outcome::Failed {
+                path,
+                problem,
+                message,
+            } => {
+                return Err(Error::Checkpoint {
+                    rank: Some(rank),
+                    path,
+                    problem,
+                    message,
+                });
+            }
+        }
+    }
+    Ok(done)
+}
+
+/// [`agree`] on what rank 0 alone does.
+pub(crate) fn rank_0<T: Serialize + DeserializeOwned>(
+    comm: &dyn Communicator,
+    label: &str,
+    f: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let mine = match comm.rank() {
+        0 => f().map(Some),
+        _ => Ok(None),
+    };
+    let first = agree(comm, label, mine)?.into_iter().next().flatten();
+    first.ok_or_else(|| Error::invalid("checkpoint", "rank 0 has sent nothing"))
+}

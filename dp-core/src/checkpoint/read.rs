@@ -1,0 +1,111 @@
+//! A checkpoint on disk, without the program that wrote it.
+
+use std::path::{Path, PathBuf};
+
+use super::CheckpointProblem as Problem;
+use super::file::Item;
+use super::folder::{self, MANIFEST};
+use super::manifest::{Manifest, ParamRecord};
+use super::shards::Shards;
+use super::weights::write_atomically;
+use super::{VALUE, problem};
+use crate::error::Result;
+
+/// A checkpoint on disk: its manifest, and its numbers where they are asked for.
+///
+/// For tools that look at checkpoints without the model's code; training programs call
+/// [`Trainer::load`](crate::Trainer::load).
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    manifest: Manifest,
+}
+
+impl Checkpoint {
+    /// The checkpoint at `path`, or the latest one of the run whose folder `path` is. Reads the manifest only.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) naming the file.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder::resolve(path.as_ref())?;
+        let manifest = Manifest::parse(&read_manifest(&folder)?, &folder.join(MANIFEST))?;
+        Ok(Self { folder, manifest })
+    }
+
+    /// The checkpoint's own folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Reads all files: lengths, hashes, and whether they hold each number exactly once.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) for the first thing that is wrong.
+    pub fn verify(&self) -> Result<()> {
+        let shards = Shards::open(&self.folder, &self.manifest)?;
+        (0..self.manifest.ranks.len()).try_for_each(|i| shards.verify_file(i, &self.manifest))
+    }
+
+    /// All elements of a f32 parameter's value (`state` is `value`) or of one of its optimizer states, e.g. `exp_avg`.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if there is no such state, if it is not f32, or if files are missing or
+    /// damaged.
+    pub fn read_f32(&self, param: &str, state: &str) -> Result<Vec<f32>> {
+        let of_name = |r: &&ParamRecord| r.name == param;
+        let record = self.manifest.parameters.iter().find(of_name);
+        let record = record.filter(|r| self.manifest.states_of(r).any(|s| s == state));
+        let Some(record) = record.filter(|r| r.dtype == "f32") else {
+            let message = format!("it holds no f32 `{state}` of `{param}`");
+            return Err(problem(&self.folder, Problem::Missing, message));
+        };
+        let mut numbers = vec![0f32; record.num_elements()];
+        let shards = Shards::open(&self.folder, &self.manifest)?;
+        shards.read(param, state, 0..numbers.len(), &mut numbers)?;
+        Ok(numbers)
+    }
+
+    /// Verifies the checkpoint, then writes the values of all parameters and buffers to one plain safetensors file;
+    /// optimizer state is left out. Holds one chunk of them at a time in memory. An existing file is replaced when the
+    /// new one is complete.
+    ///
+    /// # Errors
+    /// As [`verify`](Self::verify); [`Error::Checkpoint`](crate::Error::Checkpoint) naming `file` if it cannot be written.
+    pub fn export_safetensors(&self, file: impl AsRef<Path>) -> Result<()> {
+        let shards = Shards::open(&self.folder, &self.manifest)?;
+        (0..self.manifest.ranks.len()).try_for_each(|i| shards.verify_file(i, &self.manifest))?;
+        let shards = &shards;
+        let mut items = Vec::new();
+        for param in &self.manifest.parameters {
+            let dtype: candle_core::DType = param.dtype.parse().map_err(|_| {
+                let message = format!(
+                    "parameter `{}` has the unknown dtype `{}`",
+                    param.name, param.dtype
+                );
+                problem(&self.folder.join(MANIFEST), Problem::Corrupt, message)
+            })?;
+            let (name, len) = (&param.name, param.num_elements());
+            items.push(Item {
+                key: name.clone(),
+                dtype,
+                shape: param.shape.clone(),
+                write: Box::new(move |out| {
+                    shards.copy(name, VALUE, 0..len, dtype.size_in_bytes(), out)
+                }),
+            });
+        }
+        write_atomically(file.as_ref(), items)
+    }
+}
+
+pub(crate) fn read_manifest(folder: &Path) -> Result<String> {
+    let path = folder.join(MANIFEST);
+    let bytes = std::fs::read(&path)
+        .map_err(|e| problem(&path, Problem::Io, format!("cannot be read: {e}")))?;
+    String::from_utf8(bytes).map_err(|_| problem(&path, Problem::Corrupt, "it is not text"))
+}

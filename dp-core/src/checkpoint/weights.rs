@@ -1,0 +1,131 @@
+//! Plain safetensors files of the weights alone, which any other program reads.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use super::CheckpointProblem as Problem;
+use super::agree::rank_0;
+use super::file::{Item, write_file};
+use super::folder::sync_folder;
+use super::options::LoadOptions;
+use super::problem;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::initial_values::InitialValues;
+use crate::optim::Optimizer;
+use crate::param::Param;
+use crate::replica::broadcast_values;
+
+/// Writes a file beside `path`, and renames it when it is complete and on the disk.
+pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> {
+    let Some(name) = path.file_name() else {
+        return Err(problem(path, Problem::Io, "it is not the path of a file"));
+    };
+    let nonce: u32 = rand::random();
+    let mut part = std::ffi::OsString::from(".");
+    part.push(name);
+    part.push(format!(".{nonce:08x}.part"));
+    let part = path.with_file_name(part);
+    let folder = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent.to_path_buf(),
+        _ => PathBuf::from("."),
+    };
+    let renamed = write_file(&part, items).and_then(|_| {
+        std::fs::rename(&part, path)
+            .and_then(|()| sync_folder(&folder))
+            .map_err(|e| problem(path, Problem::Io, format!("cannot be written: {e}")))
+    });
+    if renamed.is_err() {
+        let _ = std::fs::remove_file(&part);
+    }
+    renamed
+}
+
+impl<O: Optimizer> Engine<O> {
+    /// All ranks hold all parameters, so rank 0 writes the file.
+    pub(crate) fn export_safetensors(&self, path: &Path) -> Result<()> {
+        let label = format!("export {}", path.display());
+        rank_0(self.comm.as_ref(), &label, || {
+            let item = |param: &'_ Param| Item {
+                key: param.name().to_string(),
+                dtype: param.tensor().dtype(),
+                shape: param.tensor().dims().to_vec(),
+                write: Box::new({
+                    let param = param.clone();
+                    move |out| param.write_le(0..param.num_elements(), out)
+                }),
+            };
+            write_atomically(path, self.params.iter().map(item).collect())
+        })
+    }
+
+    /// Rank 0 reads the file and sends its values.
+    pub(crate) fn import_safetensors(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
+        self.require_empty_window("import_safetensors")?;
+        let label = format!("import {}", path.display());
+        let mut file = None;
+        let present: Vec<String> = rank_0(self.comm.as_ref(), &label, || {
+            let (opened, present) = check(path, &self.params, options)?;
+            file = Some(opened);
+            Ok(present)
+        })?;
+        let present: HashSet<String> = present.into_iter().collect();
+        let by_name = |i: &usize| present.contains(self.params[*i].name());
+        let positions: Vec<usize> = self.order.iter().copied().filter(by_name).collect();
+        for position in positions {
+            let param = &self.params[position];
+            if let Some(file) = &file {
+                file.load_into(param)?;
+            }
+            broadcast_values(
+                &self.params,
+                [position],
+                self.comm.as_ref(),
+                self.store.ledger(),
+            )?;
+        }
+        self.mark_update()
+    }
+}
+
+/// Compares the file with the model, before anything is changed. Returns the names that both have.
+fn check(
+    path: &Path,
+    params: &[Param],
+    options: &LoadOptions,
+) -> Result<(InitialValues, Vec<String>)> {
+    let wrong = |kind, message: String| problem(path, kind, message);
+    let file = InitialValues::open(path).map_err(|e| match e {
+        Error::File { message, .. } => {
+            wrong(Problem::Missing, format!("cannot be opened: {message}"))
+        }
+        other => other,
+    })?;
+    let mut present = Vec::new();
+    for param in params {
+        let (name, own) = (param.name(), param.tensor().shape());
+        match file.shape(name) {
+            Some(shape) if shape == *own => present.push(name.to_string()),
+            Some(shape) => {
+                let message =
+                    format!("`{name}` has shape {shape:?} there, but {own:?} in the model");
+                return Err(wrong(Problem::Model, message));
+            }
+            None if options.allows_new(name) => {}
+            None => {
+                return Err(wrong(
+                    Problem::Model,
+                    format!("`{name}` of the model is not there; see LoadOptions::with_new_params"),
+                ));
+            }
+        }
+    }
+    let own: HashSet<&str> = params.iter().map(Param::name).collect();
+    let known = |name: &String| own.contains(name.as_str()) || options.allows_dropped(name);
+    if let Some(extra) = file.names().into_iter().find(|name| !known(name)) {
+        let message =
+            format!("`{extra}` is not in the model; see LoadOptions::with_dropped_params");
+        return Err(wrong(Problem::Model, message));
+    }
+    Ok((file, present))
+}
