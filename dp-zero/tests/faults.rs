@@ -1,19 +1,27 @@
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
+use dp_core::checkpoint::Checkpoint;
 use dp_core::{
     AdamW, BucketCaps, Communicator, DdpConfig, DistributedDataParallel, Error, ParamStore, Rank,
     Result, Trainer, World, WorldError,
 };
 use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
 
+use crate::checkpoint::folder;
 use crate::faulty::{Fault, Faulty};
 use crate::support::{STRATEGIES, noise, ones, ranks, same_on_all};
 
-/// Trains two steps of three buckets over `comm`; the digest of the model.
-fn train(strategy: Sharding, rank: &Rank, comm: Arc<dyn Communicator>) -> Result<String> {
+/// Trains two steps of three buckets over `comm`, then saves to `run` and loads from there; the digest of the model.
+fn train(
+    strategy: Sharding,
+    rank: &Rank,
+    comm: Arc<dyn Communicator>,
+    run: &Path,
+) -> Result<String> {
     let store = ParamStore::new(rank.device());
     let params: Vec<Tensor> = ["a", "b", "c"]
         .into_iter()
@@ -49,12 +57,16 @@ fn train(strategy: Sharding, rank: &Rank, comm: Arc<dyn Communicator>) -> Result
         trainer.clip_grad_norm(1.0)?;
         trainer.step()?;
     }
+    trainer.save(run)?;
+    trainer.load(run)?;
     trainer.store().sha256()
 }
 
 /// Three ranks, of which rank 1 has the fault: how the world ended, and how long it took.
 fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldError, Duration) {
     let (send, receive) = mpsc::channel();
+    let (_guard, folder) = folder();
+    let run = folder.clone();
     std::thread::spawn(move || {
         let world = World::threads(3)
             .expect("ranks")
@@ -66,7 +78,7 @@ fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldErro
                 1 => Faulty::new(&rank, fault),
                 _ => rank.comm(),
             };
-            train(strategy, &rank, comm).map(drop)
+            train(strategy, &rank, comm, &run).map(drop)
         });
         // The receiver is gone only if the test has failed by deadline.
         let _ = send.send((result, started.elapsed()));
@@ -74,6 +86,12 @@ fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldErro
     let (result, took) = receive
         .recv_timeout(Duration::from_secs(30))
         .expect("hangs");
+    // Wherever it failed: there is no checkpoint, or a whole one.
+    if folder.join("latest").exists() {
+        Checkpoint::open(&folder)
+            .and_then(|c| c.verify())
+            .expect("complete");
+    }
     match result {
         Err(Error::World(error)) => (Arc::into_inner(error).expect("nobody else holds it"), took),
         other => panic!("{strategy:?} {fault:?}: {other:?}"),
@@ -82,9 +100,15 @@ fn world_with(strategy: Sharding, fault: Fault, timeout: Duration) -> (WorldErro
 
 /// How many collectives a rank starts in `train`.
 fn num_collectives(strategy: Sharding) -> usize {
+    let (_guard, run) = folder();
     same_on_all(ranks(3, move |rank| {
         let comm = Faulty::new(&rank, Fault::Delay { seed: 0 });
-        train(strategy, &rank, Arc::clone(&comm) as Arc<dyn Communicator>)?;
+        train(
+            strategy,
+            &rank,
+            Arc::clone(&comm) as Arc<dyn Communicator>,
+            &run,
+        )?;
         Ok(comm.num_calls())
     }))
 }
@@ -149,9 +173,10 @@ fn a_rank_that_never_answers_is_named_after_the_timeout() {
 #[test]
 fn delays_in_the_communicator_change_no_bits() {
     let run = |strategy: Sharding, seed: usize| {
+        let (_guard, run) = folder();
         same_on_all(ranks(3, move |rank| {
             let comm = Faulty::new(&rank, Fault::Delay { seed });
-            train(strategy, &rank, comm)
+            train(strategy, &rank, comm, &run)
         }))
     };
     let expected = run(Sharding::Ddp, 0);

@@ -36,3 +36,9 @@ mod faults;
 
 /// Checkpoints: any trainer loads what any other has saved, and goes on as if nothing had happened.
 mod checkpoint;
+
+/// Checkpoints that are damaged, missing, of another model, or out of reach.
+mod checkpoint_faults;
+
+/// Plain files of weights: candle reads ours, we read candle's.
+mod weight_files;

@@ -73,9 +73,10 @@ pub(crate) fn rank_0<T: Serialize + DeserializeOwned>(
     f: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     let mine = match comm.rank() {
-        0 => f().map(Some),
-        _ => Ok(None),
+        // A list, because Some(()) and None are the same in JSON.
+        0 => f().map(|done| vec![done]),
+        _ => Ok(Vec::new()),
     };
-    let first = agree(comm, label, mine)?.into_iter().next().flatten();
+    let first = agree(comm, label, mine)?.into_iter().flatten().next();
     first.ok_or_else(|| Error::invalid("checkpoint", "rank 0 has sent nothing"))
 }

@@ -156,7 +156,7 @@ impl<O: Optimizer> Engine<O> {
         // Together the ranks hash each file once.
         let (rank, n) = (self.comm.rank(), self.comm.world_size());
         for index in (rank..manifest.ranks.len()).step_by(n) {
-            shards.verify_file(index, &manifest)?;
+            shards.verify_rank(index, &manifest)?;
         }
         Ok(Checked {
             manifest,

@@ -8,6 +8,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::CheckpointProblem as Problem;
+use super::file::OpenFile;
 use super::problem;
 use crate::error::Result;
 use crate::hashing::hex;
@@ -260,6 +261,35 @@ impl ParamRecord {
             shape: self.shape.clone(),
             dtype: self.dtype.clone(),
             kind: self.kind,
+        }
+    }
+}
+
+impl RankRecord {
+    pub(crate) fn check_len(&self, path: &Path, file: &OpenFile) -> Result<()> {
+        if file.len == self.bytes {
+            return Ok(());
+        }
+        let message = format!(
+            "it is {} bytes long, the manifest says {}",
+            file.len, self.bytes
+        );
+        Err(problem(path, Problem::Corrupt, message))
+    }
+
+    /// Compares length and hash.
+    pub(crate) fn verify(&self, path: &Path, file: &OpenFile) -> Result<()> {
+        self.check_len(path, file)?;
+        let sha256 = file
+            .sha256()
+            .map_err(|e| problem(path, Problem::Io, format!("cannot be read: {e}")))?;
+        match sha256 == self.sha256 {
+            true => Ok(()),
+            false => Err(problem(
+                path,
+                Problem::Corrupt,
+                "its SHA-256 is not the manifest's: it has been damaged or replaced",
+            )),
         }
     }
 }

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use super::CheckpointProblem as Problem;
-use super::file::Item;
+use super::file::{Item, OpenFile};
 use super::folder::{self, MANIFEST};
 use super::manifest::{Manifest, ParamRecord};
 use super::shards::Shards;
 use super::weights::write_atomically;
 use super::{VALUE, problem};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A checkpoint on disk: its manifest, and its numbers where they are asked for.
 ///
@@ -42,13 +42,33 @@ impl Checkpoint {
         &self.manifest
     }
 
+    /// Compares the length and the hash of one rank's file with the manifest.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it is missing, damaged, or another one;
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if there is no such rank.
+    pub fn verify_rank(&self, rank: usize) -> Result<()> {
+        let ranks = &self.manifest.ranks;
+        let record = ranks.get(rank).ok_or_else(|| {
+            Error::invalid("rank", format!("{rank} is not below {}", ranks.len()))
+        })?;
+        let path = self.folder.join(&record.file);
+        record.verify(&path, &OpenFile::open(&path)?)
+    }
+
     /// Reads all files: lengths, hashes, and whether they hold each number exactly once.
     ///
     /// # Errors
     /// [`Error::Checkpoint`](crate::Error::Checkpoint) for the first thing that is wrong.
     pub fn verify(&self) -> Result<()> {
+        self.verified_shards().map(drop)
+    }
+
+    fn verified_shards(&self) -> Result<Shards> {
         let shards = Shards::open(&self.folder, &self.manifest)?;
-        (0..self.manifest.ranks.len()).try_for_each(|i| shards.verify_file(i, &self.manifest))
+        (0..self.manifest.ranks.len())
+            .try_for_each(|rank| shards.verify_rank(rank, &self.manifest))?;
+        Ok(shards)
     }
 
     /// All elements of a f32 parameter's value (`state` is `value`) or of one of its optimizer states, e.g. `exp_avg`.
@@ -77,9 +97,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`verify`](Self::verify); [`Error::Checkpoint`](crate::Error::Checkpoint) naming `file` if it cannot be written.
     pub fn export_safetensors(&self, file: impl AsRef<Path>) -> Result<()> {
-        let shards = Shards::open(&self.folder, &self.manifest)?;
-        (0..self.manifest.ranks.len()).try_for_each(|i| shards.verify_file(i, &self.manifest))?;
-        let shards = &shards;
+        let shards = &self.verified_shards()?;
         let mut items = Vec::new();
         for param in &self.manifest.parameters {
             let dtype: candle_core::DType = param.dtype.parse().map_err(|_| {

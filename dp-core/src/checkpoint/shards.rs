@@ -57,13 +57,7 @@ impl Shards {
         for record in &manifest.ranks {
             let path: Arc<Path> = folder.join(&record.file).into();
             let file = OpenFile::open(&path)?;
-            if file.len != record.bytes {
-                let message = format!(
-                    "it is {} bytes long, the manifest says {}",
-                    file.len, record.bytes
-                );
-                return Err(problem(&path, Problem::Corrupt, message));
-            }
+            record.check_len(&path, &file)?;
             let (header, data_start) = file.header(&path)?;
             for (key, info) in header.tensors() {
                 let corrupt =
@@ -140,18 +134,10 @@ impl Shards {
         }
     }
 
-    /// Compares one file's SHA-256 with the manifest's.
-    pub fn verify_file(&self, index: usize, manifest: &Manifest) -> Result<()> {
-        let (path, file) = &self.files[index];
-        let sha256 = file.sha256().map_err(|e| problem(path, Problem::Io, e))?;
-        match sha256 == manifest.ranks[index].sha256 {
-            true => Ok(()),
-            false => Err(problem(
-                path,
-                Problem::Corrupt,
-                "its SHA-256 is not the manifest's: it has been damaged or replaced",
-            )),
-        }
+    /// Compares one rank's file with the manifest.
+    pub fn verify_rank(&self, rank: usize, manifest: &Manifest) -> Result<()> {
+        let (path, file) = &self.files[rank];
+        manifest.ranks[rank].verify(path, file)
     }
 
     /// Reads elements `range` of a state of a parameter.

@@ -44,8 +44,7 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
 impl<O: Optimizer> Engine<O> {
     /// All ranks hold all parameters, so rank 0 writes the file.
     pub(crate) fn export_safetensors(&self, path: &Path) -> Result<()> {
-        let label = format!("export {}", path.display());
-        rank_0(self.comm.as_ref(), &label, || {
+        rank_0(self.comm.as_ref(), "export_safetensors", || {
             let item = |param: &'_ Param| Item {
                 key: param.name().to_string(),
                 dtype: param.tensor().dtype(),
@@ -62,9 +61,8 @@ impl<O: Optimizer> Engine<O> {
     /// Rank 0 reads the file and sends its values.
     pub(crate) fn import_safetensors(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
         self.require_empty_window("import_safetensors")?;
-        let label = format!("import {}", path.display());
         let mut file = None;
-        let present: Vec<String> = rank_0(self.comm.as_ref(), &label, || {
+        let present: Vec<String> = rank_0(self.comm.as_ref(), "import_safetensors", || {
             let (opened, present) = check(path, &self.params, options)?;
             file = Some(opened);
             Ok(present)
