@@ -141,6 +141,8 @@ pub struct BucketLayout {
     world_size: usize,
     /// Bucket and slot of each parameter; `None` for what is not trained.
     places: Vec<Option<(usize, usize)>>,
+    /// Begins the labels of all collectives of the trainer.
+    prefix: String,
 }
 
 impl BucketLayout {
@@ -151,6 +153,7 @@ impl BucketLayout {
             buckets: Vec::new(),
             world_size,
             places: vec![None; params.len()],
+            prefix: String::new(),
         };
         let mut slots: Vec<BucketSlot> = Vec::new();
         for &param_idx in order.iter().rev() {
@@ -192,6 +195,23 @@ impl BucketLayout {
             label: format!("bucket {index}: {}", names.join(", ")).into(),
             slots,
         });
+    }
+
+    /// Says in all labels which trainer of its rank the layout belongs to, so that two trainers of the same model are never
+    /// taken for each other. The first one, mostly the only one, is not mentioned.
+    #[must_use]
+    pub(crate) fn of_trainer(mut self, number: u64) -> Self {
+        if number > 0 {
+            self.prefix = format!("trainer {}, ", number + 1);
+            for bucket in &mut self.buckets {
+                bucket.label = format!("{}{}", self.prefix, bucket.label).into();
+            }
+        }
+        self
+    }
+
+    pub(crate) fn prefix(&self) -> &str {
+        &self.prefix
     }
 
     /// The buckets, in the order in which they are reduced.

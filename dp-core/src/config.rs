@@ -24,6 +24,26 @@ pub struct EngineConfig {
     pub compare_replicas_every: u64,
 }
 
+impl EngineConfig {
+    /// What must be the same on all ranks, in words.
+    pub(crate) fn shared(&self) -> Vec<(&'static str, String)> {
+        let caps = self.bucket_caps;
+        vec![
+            (
+                "bucket_caps",
+                format!("{} and {} bytes", caps.first(), caps.rest()),
+            ),
+            ("broadcast_buffers", self.broadcast_buffers.to_string()),
+            ("unused_parameters", format!("{:?}", self.unused_parameters)),
+            ("non_finite", format!("{:?}", self.non_finite)),
+            (
+                "compare_replicas_every",
+                self.compare_replicas_every.to_string(),
+            ),
+        ]
+    }
+}
+
 /// What to do about trained parameters that no rank has used in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum UnusedParameters {

@@ -3,23 +3,25 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::DType;
 use sha2::{Digest, Sha256};
 
 use crate::bucket::{BucketCaps, BucketLayout};
 use crate::buffer::Buffer;
 use crate::comm::Communicator;
 use crate::config::{EngineConfig, UnusedParameters};
-use crate::creation_order::creation_number;
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
 use crate::loss::Loss;
+use crate::loss_graph::LossGraph;
 use crate::memory::Category;
 use crate::non_finite::NonFinite;
 use crate::optim::{LrSchedule, Optimizer, ParamGroups};
 use crate::param::{Param, ParamKind};
 use crate::reducer::Reducer;
-use crate::replica::{ParamSpec, broadcast_values, check_replicas, check_trainable};
+use crate::replica::{
+    ParamSpec, broadcast_values, check_replicas, check_settings, check_trainable,
+};
 use crate::store::ParamStore;
 use crate::strategy::Strategy;
 
@@ -65,8 +67,9 @@ pub struct Engine<O: Optimizer> {
     pub(crate) clipping: Option<(f64, f32)>,
     pub(crate) steps: u64,
     pub(crate) warned_unused: bool,
-    /// Number of a tensor created at the last update, see `creation_number`.
-    updated_at: Option<usize>,
+    graph: LossGraph,
+    /// What all ranks have agreed on in `clip_grad_norm`.
+    pub(crate) agreed: Option<String>,
     pub(crate) unused_parameters: UnusedParameters,
     pub(crate) non_finite: NonFinite,
     pub(crate) compare_replicas_every: u64,
@@ -94,6 +97,7 @@ impl<O: Optimizer> Engine<O> {
         let params: Arc<[Param]> = store.params().into();
         let specs: Vec<ParamSpec> = params.iter().map(ParamSpec::of).collect();
         let order = check_replicas(&specs, comm.as_ref())?;
+        let number = check_settings(&config.shared(), comm.as_ref())?;
         // After the comparison: then a dtype that only one rank cannot train is named on all of them.
         check_trainable(&params)?;
         broadcast_values(
@@ -107,7 +111,8 @@ impl<O: Optimizer> Engine<O> {
             tracing::warn!(names = ?unused_values, "the file of initial values has tensors that the model does not use");
         }
 
-        let layout = BucketLayout::new(&params, &order, config.bucket_caps, comm.world_size());
+        let layout = BucketLayout::new(&params, &order, config.bucket_caps, comm.world_size())
+            .of_trainer(number);
         let strategy = strategy(&layout, &store, comm.as_ref())?;
         let states = (0..layout.buckets().len())
             .map(|bucket| {
@@ -122,6 +127,8 @@ impl<O: Optimizer> Engine<O> {
             true => order.iter().copied().filter(is_buffer).collect(),
             false => Vec::new(),
         };
+        // Only now: what was computed before rank 0's values came does not count.
+        let graph = LossGraph::new(&params)?;
         let layout = Arc::new(layout);
         let strategy_name = strategy.name();
         let reducer = Arc::new(Reducer::new(
@@ -154,7 +161,8 @@ impl<O: Optimizer> Engine<O> {
             clipping: None,
             steps: 0,
             warned_unused: false,
-            updated_at: None,
+            graph,
+            agreed: None,
             unused_parameters: config.unused_parameters,
             non_finite: config.non_finite,
             compare_replicas_every: config.compare_replicas_every,
@@ -164,7 +172,8 @@ impl<O: Optimizer> Engine<O> {
 
     /// One micro-batch; `last`: its window ends with it.
     pub(crate) fn backward(&mut self, loss: Loss<'_>, num_before: usize, last: bool) -> Result<()> {
-        self.refuse_stale(&loss)?;
+        let used = loss.tensor().map(|loss| self.graph.used_by(loss));
+        let used = used.transpose()?.unwrap_or_default();
         let loss = loss.weighted()?;
         let expected = match num_before {
             0 => Window::Empty,
@@ -175,7 +184,7 @@ impl<O: Optimizer> Engine<O> {
         }
         let done = num_before + 1;
         self.window = Window::Broken;
-        self.reducer.backward(&loss, last)?;
+        self.reducer.backward(&loss, &used, last)?;
         self.window = match last {
             true => Window::Complete { done },
             false => Window::Open { done },
@@ -183,25 +192,9 @@ impl<O: Optimizer> Engine<O> {
         Ok(())
     }
 
-    /// A loss from before the last step belongs to values that are gone: its backward would mix old and new ones.
-    fn refuse_stale(&self, loss: &Loss<'_>) -> Result<()> {
-        // A loss that is a parameter itself is as old as the model, and never stale.
-        let computed = |t: &&Tensor| self.params.iter().all(|p| p.tensor().id() != t.id());
-        let number = loss.tensor().filter(computed).and_then(creation_number);
-        match (number, self.updated_at) {
-            (Some(loss), Some(update)) if loss < update => Err(Error::misuse(
-                "backward",
-                "the loss was computed before the last step, with parameters that are gone; run the forward again",
-            )),
-            _ => Ok(()),
-        }
-    }
-
     /// Remembers that the parameters have changed just now.
     pub(crate) fn mark_update(&mut self) -> Result<()> {
-        let marker = Tensor::zeros((), DType::U8, &Device::Cpu)?;
-        self.updated_at = creation_number(&marker);
-        Ok(())
+        self.graph.mark_update()
     }
 
     /// Ends a window before its last micro-batch.
@@ -220,6 +213,7 @@ impl<O: Optimizer> Engine<O> {
         self.reducer.reset_window();
         self.forget_window();
         self.clipping = None;
+        self.agreed = None;
         Ok(())
     }
 
@@ -263,6 +257,9 @@ impl<O: Optimizer> Engine<O> {
     }
 
     fn out_of_order(&self, call: &'static str) -> Error {
+        if let Some(failure) = self.reducer.failure() {
+            return failure;
+        }
         let message = match self.window {
             Window::Empty => "there are no gradients; call backward first".to_string(),
             Window::Open { done } => format!(

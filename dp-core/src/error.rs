@@ -50,9 +50,9 @@ pub enum Error {
 
     /// A wait passed its deadline.
     #[error(
-        "rank {rank} waited {waited:?} in collective number {seq}, {operation}; not there: rank {}; \
-         look for a rank that is stuck or much slower, or raise the timeout of the World",
-        list(missing)
+        "rank {rank} waited {waited:?} in collective number {seq}, {operation}; {}; look for a rank that is stuck or much \
+         slower, or raise the timeout of the World",
+        awaited(missing)
     )]
     Timeout {
         /// The rank that reports this error.
@@ -61,7 +61,7 @@ pub enum Error {
         seq: u64,
         /// The collective.
         operation: String,
-        /// The ranks that had not joined.
+        /// The ranks that had not joined; empty if all had, and the work was not done.
         missing: Vec<usize>,
         /// How long the reporting rank waited.
         waited: Duration,
@@ -204,6 +204,17 @@ pub enum Error {
 }
 
 impl Error {
+    /// True if no collective can succeed after this error.
+    pub(crate) fn ends_the_group(&self) -> bool {
+        matches!(
+            self,
+            Self::RankFailed { .. }
+                | Self::RankLeft { .. }
+                | Self::Timeout { .. }
+                | Self::Mismatch { .. }
+        )
+    }
+
     /// Shorthand for [`Error::InvalidArgument`].
     pub fn invalid(what: &'static str, message: impl fmt::Display) -> Self {
         Self::InvalidArgument {
@@ -257,7 +268,10 @@ fn of_rank(rank: Option<usize>) -> String {
     rank.map_or(String::new(), |r| format!("rank {r}: "))
 }
 
-fn list(ranks: &[usize]) -> String {
-    let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
-    ranks.join(", ")
+fn awaited(missing: &[usize]) -> String {
+    if missing.is_empty() {
+        return "all ranks are there, but the work on it is not done".to_string();
+    }
+    let ranks: Vec<String> = missing.iter().map(usize::to_string).collect();
+    format!("not there: rank {}", ranks.join(", "))
 }

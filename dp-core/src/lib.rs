@@ -53,6 +53,7 @@ mod store;
 
 pub mod bucket;
 mod loss;
+mod loss_graph;
 mod reducer;
 mod replica;
 pub mod strategy;
@@ -64,7 +65,6 @@ mod norm;
 mod summary;
 
 mod config;
-mod creation_order;
 mod ddp;
 pub mod engine;
 mod sentinel;

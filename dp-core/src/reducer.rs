@@ -6,10 +6,10 @@
 //! parameter was not used, is launched then, with zeros for what is missing.
 
 use std::cell::Cell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
-use candle_core::{Tensor, TensorId};
+use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use crate::bucket::BucketLayout;
@@ -38,8 +38,10 @@ struct State {
     running: Option<Run>,
     /// The error of a hook: Candle's backward would turn it into text.
     hook_error: Option<Error>,
-    /// Positions of the parameters by tensor, to find them in a loss's graph; `None`: all are waited for.
-    by_tensor: Option<HashMap<TensorId, usize>>,
+    /// The first error of a collective: the gradients in it are lost, and the ranks cannot go on.
+    failure: Option<Error>,
+    /// Wait only for the parameters in the loss's graph.
+    find_unused: bool,
     /// Per parameter: it is used by the loss of this backward, so its bucket waits for it.
     expected: Vec<bool>,
     /// Per parameter: its gradient has appeared in this backward.
@@ -117,13 +119,6 @@ impl Reducer {
     ) -> Self {
         let (num_params, num_buckets) = (params.len(), layout.buckets().len());
         let watch_finite = config.non_finite == NonFinite::SkipStep;
-        let by_tensor = config.find_unused_parameters.then(|| {
-            params
-                .iter()
-                .enumerate()
-                .map(|(i, p)| (p.tensor().id(), i))
-                .collect()
-        });
         Self(Mutex::new(State {
             comm,
             layout,
@@ -132,7 +127,8 @@ impl Reducer {
             strategy,
             running: None,
             hook_error: None,
-            by_tensor,
+            failure: None,
+            find_unused: config.find_unused_parameters,
             expected: vec![true; num_params],
             arrived: vec![false; num_params],
             written: vec![false; num_params],
@@ -149,9 +145,10 @@ impl Reducer {
         }))
     }
 
-    /// Runs backward on `loss`, with hooks that fill the buckets. `last`: the last micro-batch of its window.
-    pub fn backward(&self, loss: &WeightedLoss, last: bool) -> Result<()> {
-        let reduce = self.0.lock().begin(loss, last);
+    /// Runs backward on `loss`, with hooks that fill the buckets. `used`: positions of the parameters in its graph; `last`:
+    /// the last micro-batch of its window.
+    pub fn backward(&self, loss: &WeightedLoss, used: &[usize], last: bool) -> Result<()> {
+        let reduce = self.0.lock().begin(loss, used, last)?;
         // Also when a panic passes through: no gradient may be taken for one of this backward after it.
         let running = Running::new(self);
         let outcome = match &loss.tensor {
@@ -185,14 +182,17 @@ impl Reducer {
     /// differs is a mismatch, which names both sides.
     pub fn settle(&self, agreement: &str) -> Result<Summary> {
         let mut state = self.0.lock();
+        state.refuse_after_failure()?;
         if let Some(summary) = &state.summary {
             return Ok(summary.clone());
         }
         let request = Request::new(Collective::AllReduce(ReduceOp::Sum), agreement);
         let mine = state.mine.to_buffer(&state.order, &state.used);
-        let pending = state.comm.start(request, mine)?;
+        let pending = state.comm.start(request, mine);
+        let pending = state.remember(pending)?;
         while state.collect_oldest()? {}
-        let summary = Summary::read(&pending.wait()?, &state.order)?;
+        let sum = state.remember(pending.wait())?;
+        let summary = Summary::read(&sum, &state.order)?;
         // The mean rule. Each reduction has divided the sum over ranks by N, in its accumulator; the weights are known
         // only now. For one micro-batch of weight 1 on each rank nothing is left to divide by.
         let rest = summary.weight / state.comm.world_size() as f64;
@@ -209,6 +209,7 @@ impl Reducer {
     /// Waits for the reductions under way, and drops their results.
     pub fn discard(&self) -> Result<()> {
         let mut state = self.0.lock();
+        state.refuse_after_failure()?;
         while state.collect_oldest()? {}
         Ok(())
     }
@@ -224,6 +225,19 @@ impl Reducer {
         state.reduced.fill(false);
     }
 
+    /// Remembers an error that ends the group of ranks.
+    pub fn remember_failure<T>(&self, outcome: Result<T>) -> Result<T> {
+        match outcome {
+            Err(error) if error.ends_the_group() => self.0.lock().remember(Err(error)),
+            other => other,
+        }
+    }
+
+    /// The error of the first collective that failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.0.lock().failure.clone()
+    }
+
     /// True if a gradient that this rank computed in this window was not finite.
     pub fn was_not_finite(&self, param_idx: usize) -> bool {
         self.0.lock().not_finite[param_idx]
@@ -237,19 +251,17 @@ impl Reducer {
 
 impl State {
     /// Prepares for a backward; true if its gradients are reduced, false if they wait for later micro-batches.
-    fn begin(&mut self, loss: &WeightedLoss, last: bool) -> bool {
+    fn begin(&mut self, loss: &WeightedLoss, used: &[usize], last: bool) -> Result<bool> {
+        self.refuse_after_failure()?;
         self.hook_error = None;
         self.arrived.fill(false);
         let each_time = self.strategy.reduces_every_micro_batch();
         if each_time {
             self.written.fill(false);
         }
-        if let Some(by_tensor) = &self.by_tensor {
+        if self.find_unused {
             self.expected.fill(false);
-            let nodes = loss.tensor.iter().flat_map(Tensor::sorted_nodes);
-            for index in nodes.filter_map(|node| by_tensor.get(&node.id())) {
-                self.expected[*index] = true;
-            }
+            used.iter().for_each(|i| self.expected[*i] = true);
         }
         for (missing, bucket) in self.missing.iter_mut().zip(self.layout.buckets()) {
             let expected = bucket.slots.iter().filter(|s| self.expected[s.param_idx]);
@@ -259,7 +271,19 @@ impl State {
         self.mine.add(loss);
         let reduce = last || each_time;
         self.running = Some(Run { reduce });
-        reduce
+        Ok(reduce)
+    }
+
+    /// After a collective has failed, its error is the answer to everything.
+    fn refuse_after_failure(&self) -> Result<()> {
+        self.failure.clone().map_or(Ok(()), Err)
+    }
+
+    fn remember<T>(&mut self, outcome: Result<T>) -> Result<T> {
+        if let (Err(error), None) = (&outcome, &self.failure) {
+            self.failure = Some(error.clone());
+        }
+        outcome
     }
 
     fn accept(&mut self, param_idx: usize, grad: &Tensor) -> Result<()> {
@@ -335,8 +359,9 @@ impl State {
         let buffer = self.strategy.take(index)?;
         let collective = self.strategy.reduction(ReduceOp::Mean);
         let request = Request::new(collective, Arc::clone(&bucket.label));
-        self.in_flight
-            .push_back((index, self.comm.start(request, buffer)?));
+        let pending = self.comm.start(request, buffer);
+        let pending = self.remember(pending)?;
+        self.in_flight.push_back((index, pending));
         self.next_launch += 1;
         Ok(())
     }
@@ -368,7 +393,7 @@ impl State {
         let Some((bucket, pending)) = self.in_flight.pop_front() else {
             return Ok(false);
         };
-        let buffer = pending.wait()?;
+        let buffer = self.remember(pending.wait())?;
         let first = !std::mem::replace(&mut self.reduced[bucket], true);
         self.strategy.reduced(bucket, buffer, first)?;
         Ok(true)

@@ -1,5 +1,6 @@
 //! Replicas: all ranks hold the same model, by name.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 
 use candle_core::DType;
@@ -92,6 +93,43 @@ pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Res
         .iter()
         .filter_map(|r| positions.get(r.name.as_str()).copied())
         .collect())
+}
+
+thread_local! {
+    /// Trainers made by this thread, which is one rank's.
+    static NUM_TRAINERS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Checks on every rank that all ranks' settings agree, and returns the trainer's number: how many rank 0 has made
+/// before it.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming the first setting that differs, the same on every rank.
+pub(crate) fn check_settings(
+    mine: &[(&'static str, String)],
+    comm: &dyn Communicator,
+) -> Result<u64> {
+    let number = NUM_TRAINERS.replace(NUM_TRAINERS.get() + 1);
+    let invalid = |e| Error::invalid("settings", e);
+    let text = serde_json::to_vec(&(number, mine)).map_err(invalid)?;
+    let all: Vec<(u64, Vec<(String, String)>)> = comm
+        .all_gather_bytes(&text, "settings of the trainer")?
+        .iter()
+        .map(|text| serde_json::from_slice(text).map_err(invalid))
+        .collect::<Result<_>>()?;
+    for (i, (name, _)) in mine.iter().enumerate() {
+        let value = |rank: usize| all[rank].1.get(i).map(|(_, value)| value.as_str());
+        if let Some(rank) = (1..all.len()).find(|r| value(*r) != value(0)) {
+            let (theirs, first) = (
+                value(rank).unwrap_or("missing"),
+                value(0).unwrap_or("missing"),
+            );
+            let message =
+                format!("{theirs} on rank {rank}, {first} on rank 0; all ranks need the same");
+            return Err(Error::invalid(name, message));
+        }
+    }
+    Ok(all[0].0)
 }
 
 /// Gives every rank the values that rank 0 holds, in `order`.

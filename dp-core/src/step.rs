@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::buffer::Buffer;
+use crate::comm::{Collective, Request};
 use crate::config::UnusedParameters;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -36,7 +37,8 @@ pub struct StepReport {
     pub unused: Vec<String>,
 }
 
-/// Why a step was skipped, on all ranks alike: parameters, optimizer state, step count and schedule are as before.
+/// Why a step was skipped, on all ranks alike: parameters, optimizer state, step count and schedule are as before. Buffers
+/// (batch-norm statistics), which the forward writes, become rank 0's as after any step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SkipReason {
@@ -54,6 +56,16 @@ pub enum SkipReason {
 
 impl<O: Optimizer> Engine<O> {
     pub(crate) fn clip_grad_norm(&mut self, kind: GradNorm, max_norm: f64) -> Result<f64> {
+        let outcome = self.clip(kind, max_norm);
+        self.reducer.remember_failure(outcome)
+    }
+
+    pub(crate) fn step(&mut self) -> Result<StepReport> {
+        let outcome = self.settle_and_update();
+        self.reducer.remember_failure(outcome)
+    }
+
+    fn clip(&mut self, kind: GradNorm, max_norm: f64) -> Result<f64> {
         if !(max_norm.is_finite() && max_norm > 0.0) {
             return Err(Error::invalid(
                 "max_norm",
@@ -67,8 +79,10 @@ impl<O: Optimizer> Engine<O> {
                 "the gradients are clipped already; call step",
             ));
         }
-        self.reducer
-            .settle(&self.agreement(num_micro_batches, Some((kind, max_norm))))?;
+        let settings = self.agreement(num_micro_batches);
+        let label = format!("{settings}, clipped to {kind:?} norm {max_norm}");
+        self.reducer.settle(&label)?;
+        self.agreed = Some(settings);
         let num_buckets = self.layout.buckets().len();
         let norm = self.reducer.with_strategy(|strategy| {
             let gradients: Vec<&[f32]> = (0..num_buckets)
@@ -81,12 +95,19 @@ impl<O: Optimizer> Engine<O> {
         Ok(norm)
     }
 
-    pub(crate) fn step(&mut self) -> Result<StepReport> {
+    fn settle_and_update(&mut self) -> Result<StepReport> {
         let num_micro_batches = self.require_complete_window("step")?;
         self.check_groups()?;
-        let summary = self
-            .reducer
-            .settle(&self.agreement(num_micro_batches, None))?;
+        let settings = self.agreement(num_micro_batches);
+        let summary = self.reducer.settle(&settings)?;
+        if self.agreed.take().is_some_and(|agreed| agreed != settings) {
+            // Changed since clip_grad_norm; on all ranks alike, or the label differs or a rank does not come.
+            let label = format!("changed after clip_grad_norm to {settings}");
+            let nothing = Buffer::from_vec::<u8>(Vec::new());
+            self.comm
+                .start(Request::new(Collective::Barrier, label), nothing)?
+                .wait()?;
+        }
         let unused = self.unused_names(&summary.used);
         let skipped = match summary.weight == 0.0 {
             true => Some(SkipReason::NoSamples),
@@ -103,6 +124,14 @@ impl<O: Optimizer> Engine<O> {
             self.handle_unused(&unused)?;
             self.update(&optimizers, &summary.used)?;
         }
+        // Also after a skipped step: the forward has changed them.
+        let buffers = self.buffers.iter().copied();
+        broadcast_values(
+            &self.params,
+            buffers,
+            self.comm.as_ref(),
+            self.store.ledger(),
+        )?;
         self.reducer.reset_window();
         self.forget_window();
         let report = StepReport {
@@ -116,20 +145,21 @@ impl<O: Optimizer> Engine<O> {
         };
         let every = self.compare_replicas_every;
         if report.skipped.is_none() && every > 0 && self.steps.is_multiple_of(every) {
-            compare_replicas(&self.params, &self.order, self.steps, self.comm.as_ref())?;
+            let same =
+                |i: &usize| self.params[*i].kind() != ParamKind::Buffer || self.buffers.contains(i);
+            let order: Vec<usize> = self.order.iter().copied().filter(same).collect();
+            compare_replicas(&self.params, &order, self.steps, self.comm.as_ref())?;
         }
         Ok(report)
     }
 
     /// What all ranks must be about to do alike, in words: a difference is an error, and not a drift.
-    fn agreement(&self, num_micro_batches: usize, clipping: Option<(GradNorm, f64)>) -> String {
+    fn agreement(&self, num_micro_batches: usize) -> String {
         let mut text = format!(
-            "step {} of {num_micro_batches} micro-batches",
+            "{}step {} of {num_micro_batches} micro-batches",
+            self.layout.prefix(),
             self.steps + 1
         );
-        if let Some((kind, max_norm)) = clipping {
-            text += &format!(", clipped to {kind:?} norm {max_norm}");
-        }
         for group in self.groups.groups() {
             text += &format!(", group {}", group.name());
             for (name, value) in group.optimizer.hyper_parameters() {
@@ -154,13 +184,6 @@ impl<O: Optimizer> Engine<O> {
             }
             strategy.publish(&self.layout, &self.params, self.comm.as_ref())
         })?;
-        let buffers = self.buffers.iter().copied();
-        broadcast_values(
-            &self.params,
-            buffers,
-            self.comm.as_ref(),
-            self.store.ledger(),
-        )?;
         self.steps += 1;
         self.mark_update()
     }

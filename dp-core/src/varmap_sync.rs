@@ -40,9 +40,9 @@ use crate::replica::{ParamSpec, broadcast_values, check_replicas};
 ///
 /// Gradients are reduced after backward, not during it, and every rank keeps the whole optimizer state;
 /// [`DistributedDataParallel`](crate::DistributedDataParallel) and the ZeRO trainers do better.
-#[derive(Debug)]
 pub struct VarMapSync {
     comm: Arc<dyn Communicator>,
+    varmap: VarMap,
     /// In rank 0's order, by name.
     vars: Vec<(String, Var)>,
 }
@@ -69,15 +69,21 @@ impl VarMapSync {
         check_replicas(&specs, comm.as_ref())?;
         refuse_shared(&vars, comm.as_ref())?;
         broadcast_values(&params, 0..params.len(), comm.as_ref(), &Ledger::new())?;
-        Ok(Self { comm, vars })
+        Ok(Self {
+            comm,
+            varmap: varmap.clone(),
+            vars,
+        })
     }
 
     /// Replaces the gradients by their means over the ranks. A variable that only some ranks have used counts as zero on
     /// the others; one that no rank has used stays without a gradient.
     ///
     /// # Errors
-    /// Those of the collectives; [`Error::UnsupportedDType`] off the CPU.
+    /// Those of the collectives; [`Error::Misuse`] if the map has variables that were created after
+    /// [`new`](Self::new); [`Error::UnsupportedDType`] off the CPU.
     pub fn all_reduce(&self, grads: &mut GradStore) -> Result<()> {
+        self.refuse_late_variables()?;
         let used = self
             .vars
             .iter()
@@ -109,6 +115,36 @@ impl VarMapSync {
             grads.insert(var, mean);
         }
         Ok(())
+    }
+}
+
+impl std::fmt::Debug for VarMapSync {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VarMapSync")
+            .field("comm", &self.comm)
+            .field("vars", &self.vars.len())
+            .finish()
+    }
+}
+
+impl VarMapSync {
+    fn refuse_late_variables(&self) -> Result<()> {
+        let data = self.varmap.data().lock().unwrap_or_else(|e| e.into_inner());
+        let is_known = |name: &String| self.vars.iter().any(|(known, _)| known == name);
+        match data.len() == self.vars.len() {
+            true => Ok(()),
+            false => {
+                let late = data
+                    .keys()
+                    .find(|name| !is_known(name))
+                    .map_or("", String::as_str);
+                let message = format!(
+                    "variable `{late}` was created after VarMapSync::new, so ranks may hold other values of it; build the \
+                     whole model first"
+                );
+                Err(Error::misuse("VarMapSync::all_reduce", message))
+            }
+        }
     }
 }
 

@@ -1,13 +1,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use candle_nn::Init;
 use dp_core::checkpoint::{Checkpoint, CheckpointProblem};
+use dp_core::comm::{Pending, Request, Traffic};
 use dp_core::{
-    AdamW, Communicator, Error, LoadOptions, LrSchedule, Optimizer, ParamGroups, ParamStore, Rank,
-    Result, SaveOptions, Sgd, Trainer,
+    AdamW, Buffer, Communicator, Error, LoadOptions, LrSchedule, Optimizer, ParamGroups,
+    ParamStore, Rank, Result, SaveOptions, Sgd, Trainer,
 };
 use dp_zero::Sharding;
 use sha2::{Digest, Sha256};
@@ -390,6 +392,68 @@ fn c44_broken_files_are_named() {
         Checkpoint::open(&run)
             .is_err_and(|e| e.to_string().contains("not the name of a checkpoint"))
     );
+}
+
+/// Cuts a file when all checks of a load are through: a disk that fails in the middle.
+#[derive(Debug)]
+struct CutsAfterTheCheck {
+    inner: Arc<dyn Communicator>,
+    file: PathBuf,
+}
+
+impl Communicator for CutsAfterTheCheck {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+    fn timeout(&self) -> Duration {
+        self.inner.timeout()
+    }
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+    fn start(&self, request: Request, buffer: Buffer) -> Result<Pending> {
+        if &*request.label == "load: check" {
+            let file = fs::File::options()
+                .write(true)
+                .open(&self.file)
+                .expect("there");
+            file.set_len(file.metadata().expect("a file").len() - 4)
+                .expect("writable");
+        }
+        self.inner.start(request, buffer)
+    }
+}
+
+#[test]
+fn a_load_that_fails_in_the_middle_must_be_repeated() {
+    for strategy in STRATEGIES {
+        let (_guard, run) = folder();
+        ranks(1, move |rank| {
+            let (_, _, trainer) = model(strategy, &rank)?;
+            let good = trainer.save(&run)?;
+            let bad = trainer.save(&run)?;
+            let file = bad.join("rank-00000-of-00001.safetensors");
+            let comm = Arc::new(CutsAfterTheCheck {
+                inner: rank.comm(),
+                file,
+            });
+            let (p, q, mut trainer) = model_over(comm, strategy, &rank)?;
+            let (_, problem, message) = parts(trainer.load(&bad));
+            assert_eq!(problem, CheckpointProblem::Io);
+            assert!(message.contains("reading `"), "{message}");
+            trainer.zero_grad()?;
+            let error = step(&mut trainer, &p, &q)
+                .expect_err("a mixture")
+                .to_string();
+            assert!(error.contains("a load failed in the middle"), "{error}");
+            assert!(trainer.save(&run).is_err());
+            trainer.load(&good)?;
+            step(&mut trainer, &p, &q)
+        });
+    }
 }
 
 /// A small generator, for positions and bytes.

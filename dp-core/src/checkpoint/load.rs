@@ -15,7 +15,7 @@ use super::shards::Shards;
 use super::{CheckpointProblem as Problem, VALUE, problem};
 use crate::buffer::with_element;
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::optim::{LrSchedule, Optimizer};
 use crate::param::{ParamKind, with_values_mut};
 use crate::replica::{ParamSpec, broadcast_values};
@@ -45,7 +45,7 @@ impl LoadedCheckpoint {
     /// continued.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it is not a `T`.
+    /// [`Error::Checkpoint`] if it is not a `T`.
     pub fn rank_state<T: DeserializeOwned>(&self) -> Result<Option<T>> {
         let Some(state) = self.rank_state.clone() else {
             return Ok(None);
@@ -62,7 +62,9 @@ impl LoadedCheckpoint {
 }
 
 /// A checkpoint that has passed all checks.
-struct Checked {
+struct Checked<O> {
+    /// The optimizers of the groups, if those of the checkpoint shall replace the trainer's.
+    optimizers: Option<Vec<O>>,
     manifest: Manifest,
     shards: Shards,
     new_params: Vec<String>,
@@ -112,7 +114,7 @@ impl<O: Optimizer> Engine<O> {
         };
         // From here on a failure leaves a mixture, which must not be trained.
         self.begin_load();
-        let applied = self.apply(&checked, options.hyper_parameters);
+        let applied = self.apply(&checked);
         agree(self.comm.as_ref(), "load: read", applied)?;
         self.reducer
             .with_strategy(|s| s.publish(&self.layout, &self.params, self.comm.as_ref()))?;
@@ -144,14 +146,17 @@ impl<O: Optimizer> Engine<O> {
     }
 
     /// Everything that can be known before anything is changed.
-    fn check(&self, folder: &Path, text: &str, options: &LoadOptions) -> Result<Checked> {
+    fn check(&self, folder: &Path, text: &str, options: &LoadOptions) -> Result<Checked<O>> {
         let path = folder.join(MANIFEST);
         let manifest = Manifest::parse(text, &path)?;
         let (new_params, dropped_params) = self.check_model(&manifest, &path, options)?;
-        if options.hyper_parameters == HyperParameters::MustMatch {
-            self.check_hyper_parameters(&manifest, &path)?;
-        }
         self.check_states(&manifest, &path)?;
+        let mut optimizers = None;
+        match options.hyper_parameters {
+            HyperParameters::MustMatch => self.check_hyper_parameters(&manifest, &path)?,
+            HyperParameters::Saved => optimizers = Some(self.saved_optimizers(&manifest, &path)?),
+            HyperParameters::Current => {}
+        }
         let shards = Shards::open(folder, &manifest)?;
         // Together the ranks hash each file once.
         let (rank, n) = (self.comm.rank(), self.comm.world_size());
@@ -159,6 +164,7 @@ impl<O: Optimizer> Engine<O> {
             shards.verify_rank(index, &manifest)?;
         }
         Ok(Checked {
+            optimizers,
             manifest,
             shards,
             new_params,
@@ -295,18 +301,32 @@ impl<O: Optimizer> Engine<O> {
         Ok(())
     }
 
+    /// The trainer's optimizers with the checkpoint's hyper-parameters.
+    fn saved_optimizers(&self, manifest: &Manifest, path: &Path) -> Result<Vec<O>> {
+        let wrong = |e: Error| problem(path, Problem::HyperParameters, e);
+        manifest.schedule.validate().map_err(wrong)?;
+        let mut optimizers = Vec::new();
+        for (group, saved) in self.groups.groups().iter().zip(&manifest.groups) {
+            let mut optimizer = group.optimizer.clone();
+            for (name, value) in &saved.hyper_parameters {
+                optimizer.set_hyper_parameter(name, *value).map_err(wrong)?;
+            }
+            optimizer.validate().map_err(wrong)?;
+            optimizers.push(optimizer);
+        }
+        Ok(optimizers)
+    }
+
     /// Reads what this rank owns.
-    fn apply(&mut self, checked: &Checked, rule: HyperParameters) -> Result<()> {
+    fn apply(&mut self, checked: &Checked<O>) -> Result<()> {
         let Checked {
             manifest, shards, ..
         } = checked;
-        if rule == HyperParameters::Saved {
-            for (group, saved) in self.groups.groups_mut().iter_mut().zip(&manifest.groups) {
-                for (name, value) in &saved.hyper_parameters {
-                    group.optimizer.set_hyper_parameter(name, *value)?;
-                }
+        if let Some(optimizers) = &checked.optimizers {
+            for (group, saved) in self.groups.groups_mut().iter_mut().zip(optimizers) {
+                group.optimizer = saved.clone();
             }
-            self.set_schedule(manifest.schedule)?;
+            self.schedule = manifest.schedule;
         }
         let saved = by_name(manifest);
         let records: Vec<Option<&ParamRecord>> = self

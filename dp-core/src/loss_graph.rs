@@ -1,0 +1,131 @@
+//! The graph of a loss: which parameters it uses, and whether it is of this step.
+
+use std::collections::{HashMap, HashSet};
+
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, TensorId};
+
+use crate::error::{Error, Result};
+use crate::param::{Param, ParamKind};
+
+/// Finds one trainer's parameters in the graphs of losses.
+pub(crate) struct LossGraph {
+    /// Positions of the trained parameters.
+    by_tensor: HashMap<TensorId, usize>,
+    /// Where their values lie: views of a parameter lie there, too.
+    places: HashSet<usize>,
+    /// Number of a tensor that was created when the parameters had changed last.
+    updated_at: Option<usize>,
+}
+
+impl LossGraph {
+    /// Parameters count as changed just now.
+    pub fn new(params: &[Param]) -> Result<Self> {
+        let trained = |p: &&Param| p.kind() == ParamKind::Trained;
+        let mut graph = Self {
+            by_tensor: params
+                .iter()
+                .enumerate()
+                .filter(|(_, p)| trained(p))
+                .map(|(i, p)| (p.tensor().id(), i))
+                .collect(),
+            places: params
+                .iter()
+                .filter(trained)
+                .filter_map(|p| place(p.tensor()))
+                .collect(),
+            updated_at: None,
+        };
+        graph.mark_update()?;
+        Ok(graph)
+    }
+
+    /// The parameters have changed: what was computed before must not be used any more.
+    pub fn mark_update(&mut self) -> Result<()> {
+        let marker = Tensor::zeros((), DType::U8, &Device::Cpu)?;
+        self.updated_at = creation_number(&marker);
+        Ok(())
+    }
+
+    /// Positions of the parameters that `loss` is computed from.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if a part of the graph that depends on a parameter was computed before the last update: its
+    /// backward would mix old and new values. Parameters themselves and views of them show the new values.
+    pub fn used_by(&self, loss: &Tensor) -> Result<Vec<usize>> {
+        let nodes = loss.sorted_nodes();
+        for node in &nodes {
+            if self.is_old(node)
+                && node
+                    .sorted_nodes()
+                    .iter()
+                    .any(|n| self.by_tensor.contains_key(&n.id()))
+            {
+                let message = format!(
+                    "a part of the loss's graph, {node:?}, was computed before the last change of the parameters (a step, a \
+                     load, or the making of the trainer), from values that are gone; run the forward again, and detach what \
+                     is carried over from one step to the next"
+                );
+                return Err(Error::misuse("backward", message));
+            }
+        }
+        Ok(nodes
+            .iter()
+            .filter_map(|n| self.by_tensor.get(&n.id()).copied())
+            .collect())
+    }
+
+    /// True for a computed tensor from before the last update.
+    fn is_old(&self, node: &Tensor) -> bool {
+        let old = match (creation_number(node), self.updated_at) {
+            (Some(number), Some(update)) => number < update,
+            _ => false,
+        };
+        old && !node.is_variable()
+            && !self.by_tensor.contains_key(&node.id())
+            && place(node).is_none_or(|place| !self.places.contains(&place))
+    }
+}
+
+/// Candle numbers tensors in the order of their creation, but shows the number in the `Debug` text only. `None` if that text
+/// has changed: then stale graphs are not found.
+fn creation_number(tensor: &Tensor) -> Option<usize> {
+    let text = format!("{:?}", tensor.id());
+    text.strip_prefix("TensorId(")?
+        .strip_suffix(')')?
+        .parse()
+        .ok()
+}
+
+/// The address of a f32 tensor's storage, which its views share.
+fn place(tensor: &Tensor) -> Option<usize> {
+    let (storage, _) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) => Some(values.as_ptr() as usize),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_tensors_have_greater_numbers() -> candle_core::Result<()> {
+        let first = Tensor::new(1f32, &Device::Cpu)?;
+        let second = first.sqr()?;
+        assert!(creation_number(&first).is_some());
+        assert!(creation_number(&first) < creation_number(&second));
+        Ok(())
+    }
+
+    #[test]
+    fn views_lie_where_their_tensor_does() -> candle_core::Result<()> {
+        let tensor = Tensor::zeros((3, 4), DType::F32, &Device::Cpu)?;
+        assert!(place(&tensor).is_some());
+        for view in [tensor.t()?, tensor.narrow(0, 1, 2)?, tensor.reshape(12)?] {
+            assert_eq!(place(&view), place(&tensor));
+        }
+        assert_ne!(place(&tensor.t()?.contiguous()?), place(&tensor));
+        Ok(())
+    }
+}
