@@ -300,6 +300,31 @@ fn a_timeout_names_the_missing_ranks() {
 }
 
 #[test]
+fn the_default_timeout_is_a_minute() -> Result<()> {
+    World::threads(2)?.run(|rank| {
+        assert_eq!(rank.comm().timeout(), Duration::from_secs(60));
+        Ok(())
+    })
+}
+
+#[test]
+fn a_timeout_in_which_nobody_is_missing_says_so() {
+    let error = Error::Timeout {
+        rank: 2,
+        seq: 3,
+        operation: "all_reduce(sum) of 8 f32".to_string(),
+        missing: Vec::new(),
+        waited: Duration::from_millis(5),
+    };
+    assert!(
+        error
+            .to_string()
+            .contains("all ranks are there, but the work on it is not done"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_new_world_works_after_a_failed_one() {
     for round in 0..3 {
         let error = failing_ranks(world(3), move |rank| match rank.rank() == round {

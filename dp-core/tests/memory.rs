@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use dp_core::memory::{Category, CountingAllocator, heap_usage, reset_heap_peak};
 use dp_core::{AdamW, Buffer, DistributedDataParallel, Ledger, ParamStore, Rank, Result, Trainer};
 
-use crate::support::{builder, isolated, linear_loss, ones, ranks};
+use crate::support::{builder, isolated, linear_loss, ones, ranks, world};
 
 /// Counts the heap of the whole test binary. Counters belong to rank numbers, so tests that read them run in processes
 /// of their own.
@@ -199,4 +199,38 @@ fn c54_steps_do_not_gather_memory() {
             Ok(())
         });
     });
+}
+
+#[test]
+fn c54_worlds_that_work_and_worlds_that_fail_leave_nothing() {
+    isolated(
+        "memory::c54_worlds_that_work_and_worlds_that_fail_leave_nothing",
+        &[],
+        || {
+            let one = |fails: bool| {
+                let result = world(2).run(|rank| {
+                    let store = ParamStore::new(rank.device());
+                    let w = ones(&builder(&store), 5000, "w")?;
+                    let mut trainer =
+                        DistributedDataParallel::new(store, rank.comm(), AdamW::default())?;
+                    trainer.backward(&linear_loss(&w, 1.0)?)?;
+                    if fails && rank.rank() == 1 {
+                        return Err(dp_core::Error::invalid("disk", "it is on fire"));
+                    }
+                    trainer.step().map(drop)
+                });
+                assert_eq!(result.is_err(), fails);
+            };
+            (0..10).for_each(|i| one(i % 2 == 0));
+            let settled = || {
+                // A thread that has been joined may take a moment to free its last bytes.
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                TOTAL.load(Ordering::Relaxed)
+            };
+            let before = settled();
+            (0..200).for_each(|i| one(i % 2 == 0));
+            let now = settled();
+            assert!(now - before < 16 << 10, "{before} bytes, then {now}");
+        },
+    );
 }

@@ -131,6 +131,22 @@ fn varmap_gradients_of_some_ranks_count_as_zero_on_the_others() {
 }
 
 #[test]
+fn variables_made_after_the_sync_are_refused() {
+    ranks(2, |rank| {
+        let (map, w) = probe_map(&rank)?;
+        let sync = VarMapSync::new(&map, rank.comm())?;
+        let late =
+            candle_nn::VarBuilder::from_varmap(&map, DType::F32, rank.device()).get(2, "late")?;
+        let mut grads = (w.sum_all()? + late.sum_all()?)?.backward()?;
+        expect_error(
+            sync.all_reduce(&mut grads),
+            &["`late`", "created after VarMapSync::new"],
+        );
+        Ok(())
+    });
+}
+
+#[test]
 fn varmaps_that_differ_are_refused_on_every_rank() {
     ranks(3, |rank| {
         let varmap = VarMap::new();

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use candle_nn::Init;
-use dp_core::{AdamW, Backend, Communicator, ParamStore, Rank, Result, Trainer};
+use dp_core::{AdamW, Backend, Communicator, Loss, ParamGroups, ParamStore, Rank, Result, Trainer};
 use dp_zero::Sharding;
 use proptest::prelude::*;
 
@@ -32,6 +32,10 @@ struct Case {
     micro_batches: usize,
     cap: usize,
     clip: bool,
+    /// Losses weigh by these counts, as a mean or as a sum over samples; empty: the same per rank.
+    counts: Vec<usize>,
+    /// Every second parameter has a group of its own.
+    groups: bool,
     delays: u64,
 }
 
@@ -58,15 +62,23 @@ fn cases() -> impl Strategy<Value = Case> {
         1..4usize,
         1..100usize,
         any::<bool>(),
+        // Powers of two, so that weighing rounds nothing.
+        prop_oneof![
+            2 => Just(Vec::new()),
+            1 => prop::collection::vec(prop::sample::select(vec![0usize, 1, 2, 4]), 12)
+        ],
+        any::<bool>(),
         0..4u64,
     )
         .prop_map(
-            |(specs, world_size, micro_batches, cap, clip, delays)| Case {
+            |(specs, world_size, micro_batches, cap, clip, counts, groups, delays)| Case {
                 specs,
                 world_size,
                 micro_batches,
                 cap,
                 clip,
+                counts,
+                groups,
                 delays,
             },
         )
@@ -111,7 +123,16 @@ impl Case {
                 },
             ),
         };
-        let mut trainer = AnyTrainer::over(comm, strategy, store, AdamW::with_lr(0.1), |engine| {
+        let mut optimizer = ParamGroups::new(AdamW::with_lr(0.1));
+        if self.groups {
+            let other = AdamW {
+                weight_decay: 0.5,
+                ..AdamW::with_lr(0.05)
+            };
+            let odd = |name: &str| matches!(name, "p1" | "p3" | "p5");
+            optimizer = optimizer.with_group("odd", odd, other);
+        }
+        let mut trainer = AnyTrainer::over(comm, strategy, store, optimizer, |engine| {
             engine.bucket_caps = caps(self.cap);
         })?;
         let mut norms = Vec::new();
@@ -124,7 +145,19 @@ impl Case {
             };
             let mut window = trainer.accumulate(parts.len())?;
             for (r, m) in parts {
-                window.backward(&self.loss(&params, step, r, m)?)?;
+                let loss = self.loss(&params, step, r, m)?;
+                window.backward_weighted(match self.counts.get(r * self.micro_batches + m) {
+                    None => Loss::PerRank(&loss),
+                    Some(0) => Loss::Nothing,
+                    Some(count) if m % 2 == 0 => Loss::Mean {
+                        loss: &loss,
+                        count: *count,
+                    },
+                    Some(count) => Loss::Sum {
+                        loss: &loss,
+                        count: *count,
+                    },
+                })?;
             }
             window.finish()?;
             if self.clip {
@@ -184,7 +217,9 @@ proptest! {
             }
         }
         let alone = case.train(Sharding::Ddp, Backend::SharedMemory, true);
-        if case.micro_batches == 1 || case.world_size == 1 {
+        // With counts the sum over ranks is divided by N and then by weight / N: it is rounded twice.
+        let exact = case.counts.is_empty() || case.world_size == 1;
+        if exact && (case.micro_batches == 1 || case.world_size == 1) {
             prop_assert_eq!(&alone, &reference);
         } else {
             prop_assert!(close(&alone, &reference), "alone: {alone:?} {reference:?}");

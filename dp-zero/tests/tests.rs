@@ -22,6 +22,9 @@ mod weights;
 /// Steps that are skipped or refused on all ranks together; schedules; ranks that have drifted apart.
 mod safeguards;
 
+/// Misuse, and what only some ranks do: named, or the right value.
+mod misuse;
+
 /// Random numbers: different on each rank where they must be, equal where they must be.
 mod randomness;
 

@@ -99,11 +99,13 @@ fn c44_a_run_killed_30_times_ends_with_the_same_parameters() -> Result {
             !status.success(),
             "it should have been killed in the middle"
         );
-        saved.extend(
-            lines
-                .map_while(std::result::Result::ok)
-                .filter_map(|l| l.strip_prefix("step ")?.split(' ').next()?.parse::<u64>().ok()),
-        );
+        saved.extend(lines.map_while(std::result::Result::ok).filter_map(|l| {
+            l.strip_prefix("step ")?
+                .split(' ')
+                .next()?
+                .parse::<u64>()
+                .ok()
+        }));
         last_seen = saved.last().copied().ok_or("it saved nothing")?;
         let checkpoint = Checkpoint::open(&killed)?;
         checkpoint.verify()?;

@@ -138,6 +138,16 @@ mod tests {
             factors(cosine, &[0, 2, 4, 8, 100]),
             [1.0, 0.868198, 0.55, 0.1, 0.1]
         );
+        // get_cosine_schedule_with_warmup(optimizer, 2, 10): 0.5 (1 + cos(pi (t - 2) / 8)) after the warm-up.
+        let warm_cosine = LrSchedule::Cosine {
+            warmup: 2,
+            total: 10,
+            min_factor: 0.0,
+        };
+        assert_eq!(
+            factors(warm_cosine, &[0, 1, 2, 4, 6, 10, 11]),
+            [0.0, 0.5, 1.0, 0.853553, 0.5, 0.0, 0.0]
+        );
         let step = LrSchedule::Step {
             step_size: 3,
             gamma: 0.5,
