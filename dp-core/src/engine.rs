@@ -1,6 +1,7 @@
 //! The part of a trainer that is the same for data parallelism and all ZeRO stages.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use candle_core::DType;
@@ -221,6 +222,21 @@ impl<O: Optimizer> Engine<O> {
         if self.window != Window::HalfLoaded {
             self.window = Window::Empty;
         }
+    }
+
+    /// Refuses parameters that a failed load has left as a mixture.
+    pub(crate) fn require_whole(&self, call: &'static str) -> Result<()> {
+        match self.window {
+            Window::HalfLoaded => Err(self.out_of_order(call)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The elements of each bucket that this rank owns.
+    pub(crate) fn owned(&self) -> Vec<Range<usize>> {
+        let buckets = 0..self.layout.buckets().len();
+        self.reducer
+            .with_strategy(|s| buckets.map(|b| s.owned(b)).collect())
     }
 
     /// A load may follow one that failed.

@@ -180,8 +180,8 @@ pub enum Error {
         message: String,
     },
 
-    /// A checkpoint or a file of weights cannot be saved or loaded. The same error on all ranks; nothing in memory has
-    /// changed, and the previous checkpoint is as it was.
+    /// A checkpoint or a file of weights cannot be saved or loaded. The same error on all ranks. The previous checkpoint is
+    /// as it was, and so is the trainer, unless a disk has failed after all checks of a load: then it refuses to train.
     #[error("{}{}: {message}", of_rank(*rank), path.display())]
     Checkpoint {
         /// The rank that met the problem; `None` outside of a trainer.

@@ -38,6 +38,17 @@ impl InitialValues {
         Some(self.tensors.get(name).ok()?.shape().to_vec().into())
     }
 
+    /// Fails for a dtype that Candle cannot read, with a message that names the tensor.
+    pub fn check_dtype(&self, name: &str) -> Result<(), String> {
+        let dtype = self.tensors.get(name).map_err(|e| e.to_string())?.dtype();
+        match DType::try_from(dtype) {
+            Ok(_) => Ok(()),
+            Err(e) => Err(format!(
+                "`{name}` has a dtype that Candle does not read: {e}"
+            )),
+        }
+    }
+
     /// All names, sorted.
     pub fn names(&self) -> Vec<String> {
         let names = self.tensors.tensors().into_iter().map(|(name, _)| name);

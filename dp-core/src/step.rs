@@ -155,19 +155,26 @@ impl<O: Optimizer> Engine<O> {
 
     /// What all ranks must be about to do alike, in words: a difference is an error, and not a drift.
     fn agreement(&self, num_micro_batches: usize) -> String {
-        let mut text = format!(
-            "{}step {} of {num_micro_batches} micro-batches",
+        format!(
+            "{}step {} of {num_micro_batches} micro-batches, {}",
             self.layout.prefix(),
-            self.steps + 1
-        );
+            self.steps + 1,
+            self.settings()
+        )
+    }
+
+    /// Hyper-parameters, groups and schedule, in words.
+    pub(crate) fn settings(&self) -> String {
+        let mut text = String::new();
         for group in self.groups.groups() {
-            text += &format!(", group {}", group.name());
+            text += &format!("group {}", group.name());
             for (name, value) in group.optimizer.hyper_parameters() {
                 text += &format!(" {name} {value}");
             }
+            text += ", ";
         }
         text + &format!(
-            ", parameters in groups {:016x}, schedule {:?}",
+            "parameters in groups {:016x}, schedule {:?}",
             self.groups_digest, self.schedule
         )
     }
@@ -229,7 +236,7 @@ impl<O: Optimizer> Engine<O> {
     }
 
     /// Hyper-parameters may have been changed since the last step.
-    fn check_groups(&self) -> Result<()> {
+    pub(crate) fn check_groups(&self) -> Result<()> {
         self.groups.validate()?;
         let (needed, kept) = (
             self.groups.num_states(),

@@ -147,3 +147,23 @@ fn impossible_samplers_are_refused() {
     expect_error(DistributedSampler::new(5, 2, 2), &["rank", "2"]);
     expect_error(DistributedSampler::new(5, 0, 0), &["rank"]);
 }
+
+/// The rest of an epoch is dealt as an epoch is, also after a number of samples that the ranks do not divide.
+#[test]
+fn the_rest_of_an_epoch() {
+    let deal = |remainder, consumed| -> Vec<Vec<usize>> {
+        (0..3)
+            .map(|rank| {
+                let sampler = DistributedSampler::new(10, 3, rank)
+                    .expect("valid")
+                    .with_remainder(remainder);
+                sampler.indices_after(0, consumed)
+            })
+            .collect()
+    };
+    assert_eq!(deal(Remainder::Keep, 5), [vec![5, 8], vec![6, 9], vec![7]]);
+    assert_eq!(deal(Remainder::Drop, 5), [[5], [6], [7]]);
+    assert_eq!(deal(Remainder::Pad, 5), [[5, 8], [6, 9], [7, 0]]);
+    assert_eq!(deal(Remainder::Keep, 10), [[]; 3] as [[usize; 0]; 3]);
+    assert_eq!(deal(Remainder::Pad, 99), [[]; 3] as [[usize; 0]; 3]);
+}

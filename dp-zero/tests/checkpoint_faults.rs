@@ -162,7 +162,7 @@ fn nothing_to_load() {
         assert_eq!(problem, CheckpointProblem::Missing);
         assert!(message.contains("no checkpoint is there"), "{message}");
         let (_, _, message) = parts(trainer.load(&run));
-        assert!(message.contains("step-00000007"), "{message}");
+        assert!(message.contains("no checkpoint is there"), "{message}");
         Ok(())
     });
 }
@@ -394,6 +394,230 @@ fn c44_broken_files_are_named() {
     );
 }
 
+/// A checkpoint that is complete but was not named any more: the first one of a killed job, or a folder that was copied in
+/// part. It is the latest, and a run does not begin anew beside it.
+#[test]
+fn a_complete_checkpoint_without_a_pointer_is_the_latest() {
+    let (_guard, run) = folder();
+    ranks(2, move |rank| {
+        let (p, q, mut trainer) = model(Sharding::Zero2, &rank)?;
+        step(&mut trainer, &p, &q)?;
+        trainer.save(&run)?;
+        if rank.rank() == 0 {
+            fs::remove_file(run.join("latest")).expect("it is there");
+        }
+        trainer.barrier()?;
+        let (_, _, mut trainer) = model(Sharding::Zero1, &rank)?;
+        assert_eq!(
+            trainer
+                .load_latest(&run, &LoadOptions::new())?
+                .map(|l| l.step),
+            Some(1)
+        );
+        trainer.barrier()?;
+        // By hand, with an editor that ends lines.
+        if rank.rank() == 0 {
+            fs::write(run.join("latest"), "step-00000001\n").expect("writable");
+        }
+        trainer.barrier()?;
+        assert_eq!(trainer.load(&run)?.step, 1);
+        Ok(())
+    });
+}
+
+/// What cannot be looked at is not taken for "nothing there".
+#[cfg(unix)]
+#[test]
+fn a_folder_that_cannot_be_read_is_not_a_new_run() {
+    let (_guard, run) = folder();
+    fs::create_dir_all(run.parent().expect("a folder")).expect("writable");
+    // A loop of links: looking fails with something else than "not found", for root, too.
+    std::os::unix::fs::symlink(&run, &run).expect("writable");
+    ranks(2, move |rank| {
+        let (_, _, mut trainer) = model(Sharding::Zero2, &rank)?;
+        let (_, problem, message) = parts(trainer.load_latest(&run, &LoadOptions::new()));
+        assert_eq!(problem, CheckpointProblem::Io);
+        assert!(message.contains("cannot be looked at"), "{message}");
+        Ok(())
+    });
+}
+
+/// The last step of a save fails: nothing is left of it, and the old ones are not removed yet.
+#[test]
+fn a_save_that_cannot_become_the_latest_leaves_nothing() {
+    let (_guard, run) = folder();
+    ranks(2, move |rank| {
+        let (p, q, mut trainer) = model(Sharding::Zero2, &rank)?;
+        trainer.save(&run)?;
+        if rank.rank() == 0 {
+            fs::remove_file(run.join("latest")).expect("it is there");
+            fs::create_dir(run.join("latest")).expect("writable");
+        }
+        for _ in 0..3 {
+            step(&mut trainer, &p, &q)?;
+            let (failed, problem, message) =
+                parts(trainer.save_with(&run, &SaveOptions::new().keep_last(1)?));
+            assert_eq!(
+                (failed, problem),
+                (Some(0), CheckpointProblem::Io),
+                "{message}"
+            );
+            trainer.barrier()?;
+            let mut names: Vec<_> = fs::read_dir(&run)
+                .expect("a folder")
+                .flatten()
+                .map(|e| e.file_name())
+                .collect();
+            names.sort();
+            assert_eq!(names, [".lock", "latest", "step-00000000"]);
+            trainer.barrier()?;
+        }
+        Ok(())
+    });
+}
+
+/// Ranks that mean different things: an error on all of them, after which they go on.
+#[test]
+fn ranks_that_save_different_things_are_told() {
+    for strategy in STRATEGIES {
+        let (_guard, run) = folder();
+        ranks(3, move |rank| {
+            let (p, q, mut trainer) = model(strategy, &rank)?;
+            let mut odd = SaveOptions::new();
+            if rank.rank() == 2 {
+                odd = odd.keep_last(3)?;
+            }
+            for background in [false, true] {
+                let error = match background {
+                    true => trainer.save_in_background(&run, &odd).map(drop),
+                    false => trainer.save_with(&run, &odd).map(drop),
+                };
+                let error = error.expect_err("not the same").to_string();
+                assert!(error.contains("rank 2 has: keep_last Some(3)"), "{error}");
+            }
+            step(&mut trainer, &p, &q)?;
+            trainer.save(&run).map(drop)
+        });
+    }
+}
+
+/// Hyper-parameters that a step would refuse: a save does, too, since nobody could load it.
+#[test]
+fn settings_that_cannot_be_trained_are_not_saved() {
+    let (_guard, run) = folder();
+    ranks(2, move |rank| {
+        let store = ParamStore::new(rank.device());
+        ones(&store, 3, "w")?;
+        let mut trainer = AnyTrainer::new(Sharding::Zero2, store, &rank, Sgd::new(0.1), caps(4))?;
+        trainer.save(&run)?;
+        trainer.param_groups_mut()[0].optimizer.momentum = 0.9;
+        let error = trainer
+            .save_with(&run, &SaveOptions::new().keep_last(1)?)
+            .expect_err("no state for it");
+        assert!(
+            error.to_string().contains("cannot be given one later"),
+            "{error}"
+        );
+        trainer.param_groups_mut()[0].optimizer.momentum = 0.0;
+        trainer.load(&run).map(drop)
+    });
+}
+
+/// Each rank has a disk of its own, and rank 1's copy is damaged where another rank's turn it would be to look.
+#[test]
+fn ranks_do_not_trust_each_others_disks() {
+    for strategy in STRATEGIES {
+        let (_guard, root) = folder();
+        let to = root.join("of 0");
+        ranks(3, move |rank| {
+            let (p, q, mut trainer) = model(Sharding::Zero2, &rank)?;
+            step(&mut trainer, &p, &q)?;
+            trainer.save(&to)
+        });
+        let copy = |from: &Path, to: &Path| {
+            fs::create_dir_all(to).expect("writable");
+            for file in fs::read_dir(from).expect("a folder").flatten() {
+                fs::copy(file.path(), to.join(file.file_name())).expect("readable");
+            }
+        };
+        let checkpoint = Path::new("step-00000001");
+        copy(
+            &root.join("of 0").join(checkpoint),
+            &root.join("of 1").join(checkpoint),
+        );
+        for damaged in 0..3 {
+            let shard = root
+                .join("of 1")
+                .join(checkpoint)
+                .join(format!("rank-0000{damaged}-of-00003.safetensors"));
+            let mut bytes = fs::read(&shard).expect("a file");
+            let good = bytes.clone();
+            *bytes.last_mut().expect("not empty") ^= 1;
+            fs::write(&shard, &bytes).expect("writable");
+            let root = root.clone();
+            let outcomes = ranks(2, move |rank| {
+                let (p, q, mut trainer) = model(strategy, &rank)?;
+                let expected = [[0.9f32; 5].to_vec(), [0.9; 3].to_vec()];
+                match trainer.load(&root.join(format!("of {}", rank.rank())).join(checkpoint)) {
+                    // A file that this rank neither needs nor has the turn of.
+                    Ok(_) => {
+                        let got = [values(&p), values(&q)];
+                        let close = |a: &f32, b: &f32| (a - b).abs() < 2e-3;
+                        assert!(
+                            got.concat()
+                                .iter()
+                                .zip(&expected.concat())
+                                .all(|(a, b)| close(a, b)),
+                            "{got:?}"
+                        );
+                        Ok(true)
+                    }
+                    Err(e) => {
+                        assert_eq!(parts(Err::<(), _>(e)).1, CheckpointProblem::Corrupt);
+                        Ok(false)
+                    }
+                }
+            });
+            assert_eq!(outcomes[0], outcomes[1], "all ranks alike");
+            if strategy == Sharding::Ddp {
+                assert!(!outcomes[0], "every rank reads everything");
+            }
+            fs::write(&shard, good).expect("writable");
+        }
+    }
+}
+
+/// More files than ranks that load, and each of them damaged once.
+#[test]
+fn every_file_is_verified_by_somebody() {
+    let (_guard, run) = folder();
+    let to = run.clone();
+    ranks(5, move |rank| {
+        let (p, q, mut trainer) = model(Sharding::Zero2, &rank)?;
+        step(&mut trainer, &p, &q)?;
+        trainer.save(&to)
+    });
+    for damaged in 0..5 {
+        let shard = run
+            .join("step-00000001")
+            .join(format!("rank-0000{damaged}-of-00005.safetensors"));
+        let good = fs::read(&shard).expect("a file");
+        let mut bytes = good.clone();
+        *bytes.last_mut().expect("not empty") ^= 1;
+        fs::write(&shard, &bytes).expect("writable");
+        for world_size in [1, 2] {
+            let run = run.clone();
+            ranks(world_size, move |rank| {
+                let (_, _, mut trainer) = model(Sharding::Zero2, &rank)?;
+                let (_, problem, message) = parts(trainer.load(&run));
+                assert_eq!(problem, CheckpointProblem::Corrupt, "{message}");
+                Ok(())
+            });
+        }
+        fs::write(&shard, good).expect("writable");
+    }
+}
+
 /// Cuts a file when all checks of a load are through: a disk that fails in the middle.
 #[derive(Debug)]
 struct CutsAfterTheCheck {
@@ -431,20 +655,26 @@ impl Communicator for CutsAfterTheCheck {
 fn a_load_that_fails_in_the_middle_must_be_repeated() {
     for strategy in STRATEGIES {
         let (_guard, run) = folder();
-        ranks(1, move |rank| {
+        ranks(2, move |rank| {
             let (_, _, trainer) = model(strategy, &rank)?;
             let good = trainer.save(&run)?;
             let bad = trainer.save(&run)?;
-            let file = bad.join("rank-00000-of-00001.safetensors");
-            let comm = Arc::new(CutsAfterTheCheck {
-                inner: rank.comm(),
-                file,
-            });
+            // Only rank 1 has a disk that fails, and only it needs its own file.
+            let file = bad.join("rank-00001-of-00002.safetensors");
+            let comm: Arc<dyn Communicator> = match rank.rank() {
+                0 => rank.comm(),
+                _ => Arc::new(CutsAfterTheCheck {
+                    inner: rank.comm(),
+                    file,
+                }),
+            };
             let (p, q, mut trainer) = model_over(comm, strategy, &rank)?;
             let (_, problem, message) = parts(trainer.load(&bad));
             assert_eq!(problem, CheckpointProblem::Io);
             assert!(message.contains("reading `"), "{message}");
             trainer.zero_grad()?;
+            let export = trainer.export_safetensors(&run.join("weights.safetensors"));
+            assert!(export.is_err_and(|e| e.to_string().contains("a mixture")));
             let error = step(&mut trainer, &p, &q)
                 .expect_err("a mixture")
                 .to_string();
@@ -568,6 +798,69 @@ fn random_damage_is_never_loaded() {
         }
         assert!(refused > 500, "{refused}");
         trainer.load(&latest).map(drop)
+    });
+}
+
+/// A shard whose pieces leave a gap, overlap, or are of another parameter, with checksums that fit.
+#[test]
+fn pieces_that_do_not_fit_together_are_refused() {
+    let (_guard, run) = folder();
+    let to = run.clone();
+    ranks(2, move |rank| model(Sharding::Zero2, &rank)?.2.save(&to));
+    let checkpoint = run.join("step-00000000");
+    let (manifest, shard) = (
+        checkpoint.join("manifest.json"),
+        checkpoint.join("rank-00001-of-00002.safetensors"),
+    );
+    let (text, bytes) = (
+        fs::read_to_string(&manifest).expect("text"),
+        fs::read(&shard).expect("a file"),
+    );
+    let digest = |bytes: &[u8]| -> String {
+        Sha256::digest(bytes)
+            .iter()
+            .map(|b| format!("{b:02x}"))
+            .collect()
+    };
+    for (from, to) in [
+        ("p@3..5/value", "p@2..4/value"),
+        ("p@3..5/exp_avg\"", "p@4..6/exp_avg\""),
+        ("q@2..3/value", "r@2..3/value"),
+    ] {
+        let found = bytes.windows(from.len()).position(|w| w == from.as_bytes());
+        let header = found.unwrap_or_else(|| panic!("no {from}"));
+        let mut changed = bytes.clone();
+        changed[header..header + from.len()].copy_from_slice(to.as_bytes());
+        fs::write(&shard, &changed).expect("writable");
+        fs::write(
+            &manifest,
+            sign(&text.replace(&digest(&bytes), &digest(&changed))),
+        )
+        .expect("writable");
+        let run = run.clone();
+        ranks(2, move |rank| {
+            let (_, problem, message) = parts(model(Sharding::Zero1, &rank)?.2.load(&run));
+            assert_eq!(problem, CheckpointProblem::Corrupt);
+            assert!(
+                message.contains("exactly once") || message.contains("does not list"),
+                "{message}"
+            );
+            Ok(())
+        });
+    }
+    // Settings that no trainer takes.
+    fs::write(&shard, &bytes).expect("writable");
+    fs::write(
+        &manifest,
+        sign(&text.replace("\"lr\": 0.1", "\"lr\": -0.1")),
+    )
+    .expect("writable");
+    ranks(2, move |rank| {
+        let saved = LoadOptions::new().with_hyper_parameters(dp_core::HyperParameters::Saved);
+        let (_, problem, message) = parts(model(Sharding::Zero1, &rank)?.2.load_with(&run, &saved));
+        assert_eq!(problem, CheckpointProblem::HyperParameters);
+        assert!(message.contains("lr"), "{message}");
+        Ok(())
     });
 }
 

@@ -191,16 +191,16 @@ fn files_that_do_not_fit_are_refused_before_anything_changes() {
             }
             other => panic!("expected {part:?}, got {other:?}"),
         };
-        use CheckpointProblem::{Missing, Model};
+        use CheckpointProblem::{Corrupt, Missing, Model};
         refused(
             import(&[2, 3], false, "nowhere", strict()),
             Missing,
-            "cannot be opened",
+            "cannot be read",
         );
         refused(
             import(&[2, 3], false, "text", strict()),
-            Missing,
-            "cannot be opened",
+            Corrupt,
+            "cannot be read",
         );
         refused(
             import(&[3, 2], false, "half", strict()),
@@ -243,6 +243,53 @@ fn files_that_do_not_fit_are_refused_before_anything_changes() {
         let (w, mut trainer) = new(&[2, 3], true)?;
         trainer.import_safetensors(&at("both"), &strict())?;
         assert_eq!(values(&w), values(&noise(3, (2, 3))));
+        Ok(())
+    });
+}
+
+/// An element type that candle does not have, for one of two tensors: nothing is changed, and the ranks go on.
+#[test]
+fn a_dtype_that_candle_does_not_read() {
+    let (guard, _) = folder();
+    let path = guard.path().join("odd.safetensors");
+    let header = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"BOOL","shape":[2],"data_offsets":[8,10]}}"#;
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.bytes());
+    bytes.extend([0; 10]);
+    std::fs::write(&path, bytes).expect("writable");
+    ranks(2, move |rank| {
+        let store = ParamStore::new(rank.device());
+        let (a, b) = (
+            crate::support::ones(&store, 2, "a")?,
+            crate::support::ones(&store, 2, "b")?,
+        );
+        let mut trainer =
+            AnyTrainer::new(Sharding::Zero2, store, &rank, AdamW::default(), caps(4))?;
+        let error = trainer
+            .import_safetensors(&path, &LoadOptions::new())
+            .expect_err("no such dtype")
+            .to_string();
+        assert!(error.contains("`b` has a dtype"), "{error}");
+        assert_eq!((values(&a), values(&b)), (vec![1.0; 2], vec![1.0; 2]));
+        trainer.barrier()
+    });
+}
+
+/// A path without a folder, and names that the format keeps for itself.
+#[test]
+fn names_that_the_format_keeps_for_itself() {
+    let (guard, run) = folder();
+    let path = guard.path().join("weights.safetensors");
+    ranks(2, move |rank| {
+        let store = ParamStore::new(rank.device());
+        crate::support::ones(&store, 2, "__metadata__")?;
+        let trainer = AnyTrainer::new(Sharding::Zero2, store, &rank, AdamW::default(), caps(4))?;
+        trainer.save(&run)?;
+        let error = trainer
+            .export_safetensors(&path)
+            .expect_err("nobody could read it")
+            .to_string();
+        assert!(error.contains("__metadata__") && !path.exists(), "{error}");
         Ok(())
     });
 }

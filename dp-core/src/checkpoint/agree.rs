@@ -1,6 +1,6 @@
 //! Ranks tell each other how their part went, so that all succeed or all fail.
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -13,16 +13,19 @@ use crate::error::{Error, Result};
 enum Outcome<T> {
     Done(T),
     Failed {
-        path: PathBuf,
+        /// As text: JSON has no other paths.
+        path: String,
         problem: CheckpointProblem,
         message: String,
     },
 }
 
 /// Gives every rank what all ranks have got, in rank order; or, if some have failed, the error of the first of them.
+/// `about`: the path that an error which names none is about.
 pub(crate) fn agree<T: Serialize + DeserializeOwned>(
     comm: &dyn Communicator,
     label: &str,
+    about: &Path,
     mine: Result<T>,
 ) -> Result<Vec<T>> {
     let mine = match mine {
@@ -33,12 +36,12 @@ pub(crate) fn agree<T: Serialize + DeserializeOwned>(
             message,
             ..
         }) => Outcome::Failed {
-            path,
+            path: path.to_string_lossy().into_owned(),
             problem,
             message,
         },
         Err(other) => Outcome::Failed {
-            path: PathBuf::new(),
+            path: about.to_string_lossy().into_owned(),
             problem: CheckpointProblem::Io,
             message: other.to_string(),
         },
@@ -56,7 +59,7 @@ pub(crate) fn agree<T: Serialize + DeserializeOwned>(
             } => {
                 return Err(Error::Checkpoint {
                     rank: Some(rank),
-                    path,
+                    path: path.into(),
                     problem,
                     message,
                 });
@@ -70,6 +73,7 @@ pub(crate) fn agree<T: Serialize + DeserializeOwned>(
 pub(crate) fn rank_0<T: Serialize + DeserializeOwned>(
     comm: &dyn Communicator,
     label: &str,
+    about: &Path,
     f: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     let mine = match comm.rank() {
@@ -77,6 +81,9 @@ pub(crate) fn rank_0<T: Serialize + DeserializeOwned>(
         0 => f().map(|done| vec![done]),
         _ => Ok(Vec::new()),
     };
-    let first = agree(comm, label, mine)?.into_iter().flatten().next();
+    let first = agree(comm, label, about, mine)?
+        .into_iter()
+        .flatten()
+        .next();
     first.ok_or_else(|| Error::invalid("checkpoint", "rank 0 has sent nothing"))
 }

@@ -18,7 +18,7 @@ use crate::little_endian::CHUNK;
 /// The longest header that the format allows.
 const MAX_HEADER: u64 = 100_000_000;
 
-type WriteFn<'a> = Box<dyn FnOnce(&mut dyn Write) -> Result<()> + Send + 'a>;
+type WriteFn<'a> = Box<dyn FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'a>;
 
 /// A tensor of a file to be written.
 pub(crate) struct Item<'a> {
@@ -39,6 +39,10 @@ pub(crate) struct Written {
 /// Writes a new safetensors file, and returns when it is on the disk.
 pub(crate) fn write_file(path: &Path, mut items: Vec<Item<'_>>) -> Result<Written> {
     let failed = |e: io::Error| problem(path, Problem::Io, format!("cannot be written: {e}"));
+    if items.iter().any(|item| item.key == "__metadata__") {
+        let message = "a parameter is called `__metadata__`, which the format keeps for itself";
+        return Err(problem(path, Problem::Model, message));
+    }
     // Wide elements first, so that all are aligned: readers map the file.
     items.sort_by_key(|item| Reverse(item.dtype.size_in_bytes()));
     let mut end = 0;
@@ -70,7 +74,7 @@ pub(crate) fn write_file(path: &Path, mut items: Vec<Item<'_>>) -> Result<Writte
     out.write_all(&header).map_err(failed)?;
     let data_start = out.num_bytes();
     for item in items {
-        (item.write)(&mut out).map_err(|e| problem(path, Problem::Io, e))?;
+        (item.write)(&mut out).map_err(failed)?;
     }
     if out.num_bytes() - data_start != end as u64 {
         let message = format!(
@@ -130,7 +134,7 @@ impl OpenFile {
             .map_err(unreadable)?;
         let header: Metadata = serde_json::from_slice(&header)
             .map_err(|e| corrupt(format!("its header is not that of a safetensors file: {e}")))?;
-        let expected = 8 + length + header.data_len() as u64;
+        let expected = (header.data_len() as u64).saturating_add(8 + length);
         if expected != self.len {
             return Err(corrupt(format!(
                 "it is {} bytes long, its header says {expected}",

@@ -42,8 +42,14 @@ pub(crate) struct Draft {
 impl Draft {
     /// Makes the folders. One job at a time.
     pub fn create(run: &Path, step: u64) -> Result<Self> {
+        // The empty path is the current folder, which has no other name to be opened by.
+        let run = if run == Path::new("") {
+            Path::new(".")
+        } else {
+            run
+        };
         let failed = |what: &str, e: io::Error| problem(run, Problem::Io, format!("{what}: {e}"));
-        fs::create_dir_all(run).map_err(|e| failed("the folder cannot be created", e))?;
+        create_durably(run).map_err(|e| failed("the folder cannot be created", e))?;
         let lock = lock(run)?;
         // What a killed job has left: nobody writes there any more, since this job has the lock.
         for name in names(run, |name| {
@@ -63,8 +69,9 @@ impl Draft {
         })
     }
 
-    /// Writes the manifest, and makes the draft the newest checkpoint. Returns its folder.
-    pub fn commit(mut self, manifest: &str) -> Result<PathBuf> {
+    /// Writes the manifest, and makes the draft the newest checkpoint; then removes all but the `keep_last` newest. Returns
+    /// the name of its folder.
+    pub fn commit(mut self, manifest: &str, keep: Option<usize>) -> Result<String> {
         let failed = |path: &Path, e: io::Error| {
             problem(path, Problem::Io, format!("cannot be written: {e}"))
         };
@@ -73,15 +80,23 @@ impl Draft {
         sync_folder(&self.folder).map_err(|e| failed(&self.folder, e))?;
         let (name, target) = self.free_name();
         fs::rename(&self.folder, &target).map_err(|e| failed(&target, e))?;
-        self.committed = true;
+        // Until `latest` names it, it is still a draft.
+        self.folder = target;
         sync_folder(&self.run).map_err(|e| failed(&self.run, e))?;
         let latest = self.run.join(LATEST);
         let next = self.run.join(format!(".{LATEST}"));
-        write_durably(&next, name.as_bytes())
-            .and_then(|()| fs::rename(&next, &latest))
-            .and_then(|()| sync_folder(&self.run))
-            .map_err(|e| failed(&latest, e))?;
-        Ok(target)
+        let replaced =
+            write_durably(&next, name.as_bytes()).and_then(|()| fs::rename(&next, &latest));
+        if let Err(e) = replaced {
+            let _ = fs::remove_file(&next);
+            return Err(failed(&latest, e));
+        }
+        self.committed = true;
+        sync_folder(&self.run).map_err(|e| failed(&self.run, e))?;
+        if let Some(n) = keep {
+            keep_last(&self.run, n);
+        }
+        Ok(name)
     }
 
     /// `step-00000020`, or `step-00000020-2` if that exists: an existing checkpoint is never written to.
@@ -100,8 +115,7 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if !self.committed {
-            // If this fails, the next save of the run tries again.
-            let _ = fs::remove_dir_all(&self.folder);
+            let _ = remove(&self.run, &self.folder);
         }
     }
 }
@@ -130,33 +144,42 @@ fn lock(run: &Path) -> Result<Option<File>> {
 
 /// The folder of the checkpoint that `path` means: itself, or the latest of the run whose folder it is.
 pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
-    if path.join(MANIFEST).exists() {
-        return Ok(path.to_path_buf());
+    match find(path)? {
+        Some(folder) => Ok(folder),
+        None => {
+            let what = if path.is_file() {
+                "it is a file, not a folder"
+            } else {
+                "no checkpoint is there"
+            };
+            Err(problem(path, Problem::Missing, what))
+        }
+    }
+}
+
+/// [`resolve`], where `None` says that no checkpoint has been completed in `path` yet.
+pub(crate) fn find(path: &Path) -> Result<Option<PathBuf>> {
+    // What cannot be looked at may be there: starting anew beside it would be worse than an error.
+    let exists = |p: &Path| match p.try_exists() {
+        Err(e) if e.kind() == io::ErrorKind::NotADirectory => Ok(false),
+        other => other.map_err(|e| problem(p, Problem::Io, format!("cannot be looked at: {e}"))),
+    };
+    if exists(&path.join(MANIFEST))? {
+        return Ok(Some(path.to_path_buf()));
     }
     let latest = path.join(LATEST);
-    let name = match fs::read_to_string(&latest) {
-        Ok(name) => name,
-        Err(e) => {
-            let there = names(path, |name| name.starts_with(STEP));
-            let hint = match there.as_slice() {
-                [] => "no checkpoint is there".to_string(),
-                all => format!("there are {}: give the path of one of them", all.join(", ")),
-            };
-            let kind = if e.kind() == io::ErrorKind::NotFound {
-                Problem::Missing
-            } else {
-                Problem::Io
-            };
-            return Err(problem(
-                path,
-                kind,
-                format!("it has no {MANIFEST}, and no readable file `{LATEST}` ({e}); {hint}"),
-            ));
-        }
-    };
+    if !exists(&latest)? {
+        // A job that was killed right after its first checkpoint was complete, or a copy of a part of the folder.
+        return Ok(by_age(path).pop().map(|name| path.join(name)));
+    }
+    let name = fs::read_to_string(&latest)
+        .map_err(|e| problem(&latest, Problem::Io, format!("cannot be read: {e}")))?;
+    let name = name.trim_end();
     // A plain name: it cannot lead out of the folder.
-    let plain =
-        name.starts_with(STEP) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+    let plain = name.starts_with(STEP)
+        && name
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
     if !plain {
         return Err(problem(
             &latest,
@@ -164,9 +187,9 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
             format!("{name:?} is not the name of a checkpoint"),
         ));
     }
-    let folder = path.join(&name);
-    match folder.join(MANIFEST).exists() {
-        true => Ok(folder),
+    let folder = path.join(name);
+    match exists(&folder.join(MANIFEST))? {
+        true => Ok(Some(folder)),
         false => Err(problem(
             &folder,
             Problem::Missing,
@@ -175,34 +198,44 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// True if no checkpoint has been completed in `run` yet.
-pub(crate) fn is_new(run: &Path) -> bool {
-    !run.join(LATEST).exists() && !run.join(MANIFEST).exists()
-}
-
-/// Removes all but the `n` checkpoints that were saved last. Never the latest.
-pub(crate) fn keep_last(run: &Path, n: usize) {
-    let latest = fs::read_to_string(run.join(LATEST)).unwrap_or_default();
+/// The complete checkpoints of a run, that saved last last. Folders with names of somebody else's are not counted.
+fn by_age(run: &Path) -> Vec<String> {
     let saved_at = |name: &String| {
         fs::metadata(run.join(name).join(MANIFEST))
             .and_then(|m| m.modified())
             .ok()
     };
-    let mut old = names(run, |name| name.starts_with(STEP) && name != latest);
-    old.retain(|name| saved_at(name).is_some());
-    old.sort_by_cached_key(|name| std::cmp::Reverse((saved_at(name), name.clone())));
-    for name in old.into_iter().skip(n.saturating_sub(1)) {
-        // Renamed first, so that nothing half removed is ever called a checkpoint.
-        let doomed = run.join(format!("{REMOVING}{name}"));
-        let removed =
-            fs::rename(run.join(&name), &doomed).and_then(|()| fs::remove_dir_all(&doomed));
-        if let Err(e) = removed {
-            tracing::warn!(
-                "old checkpoint {} cannot be removed: {e}",
-                run.join(&name).display()
-            );
+    let ours = |name: &str| {
+        let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+        name.strip_prefix(STEP)
+            .is_some_and(|rest| rest.split('-').all(number))
+    };
+    let mut all = names(run, ours);
+    all.retain(|name| saved_at(name).is_some());
+    all.sort_by_cached_key(|name| (saved_at(name), name.clone()));
+    all
+}
+
+/// Removes all but the `n` checkpoints that were saved last. Never the latest.
+fn keep_last(run: &Path, n: usize) {
+    let latest = fs::read_to_string(run.join(LATEST)).unwrap_or_default();
+    let mut old = by_age(run);
+    old.retain(|name| *name != latest.trim_end());
+    let kept = n.saturating_sub(1).min(old.len());
+    for name in &old[..old.len() - kept] {
+        let folder = run.join(name);
+        if let Err(e) = remove(run, &folder) {
+            tracing::warn!("old checkpoint {} cannot be removed: {e}", folder.display());
         }
     }
+}
+
+/// Removes a folder of a run. It is renamed first, so that nothing half removed is ever taken for a checkpoint; the next save
+/// clears away what is left after a failure.
+fn remove(run: &Path, folder: &Path) -> io::Result<()> {
+    let doomed = run.join(format!("{REMOVING}{:08x}", rand::random::<u32>()));
+    fs::rename(folder, &doomed)?;
+    fs::remove_dir_all(&doomed)
 }
 
 /// Names in a folder, sorted; none if it cannot be read.
@@ -219,6 +252,22 @@ pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::create(path)?;
     file.write_all(bytes)?;
     file.sync_all()
+}
+
+/// Creates a folder with all above it, so that their names are on the disk, too.
+fn create_durably(folder: &Path) -> io::Result<()> {
+    let is_missing = |f: &&Path| !f.as_os_str().is_empty() && !f.exists();
+    let missing: Vec<&Path> = folder.ancestors().take_while(is_missing).collect();
+    fs::create_dir_all(folder)?;
+    for parent in missing.iter().rev().filter_map(|f| f.parent()) {
+        let parent = if parent == Path::new("") {
+            Path::new(".")
+        } else {
+            parent
+        };
+        sync_folder(parent)?;
+    }
+    Ok(())
 }
 
 /// Makes the names in a folder durable.

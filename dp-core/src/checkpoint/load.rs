@@ -1,6 +1,7 @@
 //! Loading: checked on all ranks before anything is changed, then each rank reads what it owns.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
@@ -11,7 +12,7 @@ use super::folder::{self, MANIFEST};
 use super::manifest::{DataPosition, Manifest, ParamRecord};
 use super::options::{HyperParameters, LoadOptions};
 use super::read::read_manifest;
-use super::shards::Shards;
+use super::shards::{Shards, Wanted};
 use super::{CheckpointProblem as Problem, VALUE, problem};
 use crate::buffer::with_element;
 use crate::engine::Engine;
@@ -78,9 +79,8 @@ impl<O: Optimizer> Engine<O> {
         run: &Path,
         options: &LoadOptions,
     ) -> Result<Option<LoadedCheckpoint>> {
-        match rank_0(self.comm.as_ref(), "load_latest", || {
-            Ok(folder::is_new(run))
-        })? {
+        let is_new = || folder::find(run).map(|found| found.is_none());
+        match rank_0(self.comm.as_ref(), "load_latest", run, is_new)? {
             true => Ok(None),
             false => self.load(run, options).map(Some),
         }
@@ -90,7 +90,7 @@ impl<O: Optimizer> Engine<O> {
         self.require_window_for_load()?;
         // Rank 0 decides which checkpoint it is, so that all ranks load the same.
         let (name, text): (Option<String>, String) =
-            rank_0(self.comm.as_ref(), "load: manifest", || {
+            rank_0(self.comm.as_ref(), "load: manifest", path, || {
                 let folder = folder::resolve(path)?;
                 let text = read_manifest(&folder)?;
                 let name = (folder != path).then(|| {
@@ -108,14 +108,14 @@ impl<O: Optimizer> Engine<O> {
             Ok(checked) => (Some(checked), Ok(())),
             Err(e) => (None, Err(e)),
         };
-        agree(self.comm.as_ref(), "load: check", outcome)?;
+        agree(self.comm.as_ref(), "load: check", path, outcome)?;
         let Some(checked) = checked else {
             return Err(problem(&folder, Problem::Io, "not checked"));
         };
         // From here on a failure leaves a mixture, which must not be trained.
         self.begin_load();
         let applied = self.apply(&checked);
-        agree(self.comm.as_ref(), "load: read", applied)?;
+        agree(self.comm.as_ref(), "load: read", path, applied)?;
         self.reducer
             .with_strategy(|s| s.publish(&self.layout, &self.params, self.comm.as_ref()))?;
         let fixed = |i: &usize| self.params[*i].kind() != ParamKind::Trained;
@@ -157,12 +157,8 @@ impl<O: Optimizer> Engine<O> {
             HyperParameters::Saved => optimizers = Some(self.saved_optimizers(&manifest, &path)?),
             HyperParameters::Current => {}
         }
-        let shards = Shards::open(folder, &manifest)?;
-        // Together the ranks hash each file once.
-        let (rank, n) = (self.comm.rank(), self.comm.world_size());
-        for index in (rank..manifest.ranks.len()).step_by(n) {
-            shards.verify_rank(index, &manifest)?;
-        }
+        let shards = Shards::open(folder, &manifest, &self.wanted())?;
+        shards.verify(&manifest, self.comm.rank(), self.comm.world_size())?;
         Ok(Checked {
             optimizers,
             manifest,
@@ -306,7 +302,14 @@ impl<O: Optimizer> Engine<O> {
         let wrong = |e: Error| problem(path, Problem::HyperParameters, e);
         manifest.schedule.validate().map_err(wrong)?;
         let mut optimizers = Vec::new();
-        for (group, saved) in self.groups.groups().iter().zip(&manifest.groups) {
+        for group in self.groups.groups() {
+            let name = group.name();
+            let Some(saved) = manifest.groups.iter().find(|g| g.name == name) else {
+                return Err(wrong(Error::invalid(
+                    "parameter groups",
+                    format!("group `{name}` is not there"),
+                )));
+            };
             let mut optimizer = group.optimizer.clone();
             for (name, value) in &saved.hyper_parameters {
                 optimizer.set_hyper_parameter(name, *value).map_err(wrong)?;
@@ -315,6 +318,27 @@ impl<O: Optimizer> Engine<O> {
             optimizers.push(optimizer);
         }
         Ok(optimizers)
+    }
+
+    /// What this rank reads: what it owns, and on rank 0 what is not trained.
+    fn wanted(&self) -> Wanted {
+        let mut ranges: HashMap<String, Vec<Range<usize>>> = HashMap::new();
+        for (bucket, owned) in self.layout.buckets().iter().zip(self.owned()) {
+            for segment in bucket.segments(owned) {
+                let name = self.params[segment.param_idx].name().to_string();
+                ranges.entry(name).or_default().push(segment.in_param);
+            }
+        }
+        if self.comm.rank() == 0 {
+            for param in self
+                .params
+                .iter()
+                .filter(|p| p.kind() != ParamKind::Trained)
+            {
+                ranges.insert(param.name().to_string(), vec![0..param.num_elements()]);
+            }
+        }
+        Wanted::Ranges(ranges)
     }
 
     /// Reads what this rank owns.
@@ -338,11 +362,7 @@ impl<O: Optimizer> Engine<O> {
         for (updates, record) in self.param_steps.iter_mut().zip(&records) {
             *updates = record.map_or(0, |r| r.updates);
         }
-        let owned: Vec<_> = self.reducer.with_strategy(|s| {
-            (0..self.layout.buckets().len())
-                .map(|b| s.owned(b))
-                .collect()
-        });
+        let owned = self.owned();
         for (index, bucket) in self.layout.buckets().iter().enumerate() {
             for segment in bucket.segments(owned[index].clone()) {
                 let param = &self.params[segment.param_idx];

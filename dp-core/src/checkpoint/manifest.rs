@@ -229,7 +229,9 @@ impl Manifest {
             .parameters
             .iter()
             .filter(|p| p.kind == ParamKind::Trained);
-        trained.map(ParamRecord::num_elements).sum()
+        trained
+            .map(ParamRecord::num_elements)
+            .fold(0, usize::saturating_add)
     }
 
     /// Bytes of all ranks' files.

@@ -1,12 +1,13 @@
 //! A checkpoint on disk, without the program that wrote it.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::CheckpointProblem as Problem;
 use super::file::{Item, OpenFile};
 use super::folder::{self, MANIFEST};
 use super::manifest::{Manifest, ParamRecord};
-use super::shards::Shards;
+use super::shards::{Shards, Wanted};
 use super::weights::write_atomically;
 use super::{VALUE, problem};
 use crate::error::{Error, Result};
@@ -65,9 +66,8 @@ impl Checkpoint {
     }
 
     fn verified_shards(&self) -> Result<Shards> {
-        let shards = Shards::open(&self.folder, &self.manifest)?;
-        (0..self.manifest.ranks.len())
-            .try_for_each(|rank| shards.verify_rank(rank, &self.manifest))?;
+        let shards = Shards::open(&self.folder, &self.manifest, &Wanted::All)?;
+        shards.verify(&self.manifest, 0, 1)?;
         Ok(shards)
     }
 
@@ -85,7 +85,7 @@ impl Checkpoint {
             return Err(problem(&self.folder, Problem::Missing, message));
         };
         let mut numbers = vec![0f32; record.num_elements()];
-        let shards = Shards::open(&self.folder, &self.manifest)?;
+        let shards = Shards::open(&self.folder, &self.manifest, &Wanted::All)?;
         shards.read(param, state, 0..numbers.len(), &mut numbers)?;
         Ok(numbers)
     }
@@ -113,7 +113,9 @@ impl Checkpoint {
                 dtype,
                 shape: param.shape.clone(),
                 write: Box::new(move |out| {
-                    shards.copy(name, VALUE, 0..len, dtype.size_in_bytes(), out)
+                    shards
+                        .copy(name, VALUE, 0..len, dtype.size_in_bytes(), out)
+                        .map_err(io::Error::other)
                 }),
             });
         }

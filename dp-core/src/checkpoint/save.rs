@@ -1,5 +1,6 @@
 //! Saving: each rank its share, rank 0 the manifest.
 
+use std::io::{self, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
@@ -15,12 +16,12 @@ use super::manifest::{
     GroupRecord, MANIFEST_VERSION, Manifest, ParamRecord, RankRecord, shard_name,
 };
 use super::options::SaveOptions;
-use super::shards::piece_key;
+use super::shards::{Shards, Wanted, piece_key};
 use super::{VALUE, problem};
 use crate::buffer::Buffer;
 use crate::comm::Communicator;
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::little_endian::write_le;
 use crate::memory::Category;
 use crate::optim::Optimizer;
@@ -32,7 +33,6 @@ struct Saving {
     run: PathBuf,
     /// This rank's file.
     shard: PathBuf,
-    label: String,
     /// On rank 0: the folder, and the manifest as of the beginning.
     draft: Option<(Draft, Manifest)>,
     keep_last: Option<usize>,
@@ -41,28 +41,33 @@ struct Saving {
 
 impl Saving {
     /// Writes this rank's file.
-    fn write(shard: &Path, items: Vec<Item<'_>>) -> Result<Written> {
-        match shard.parent().is_some_and(Path::is_dir) {
-            true => write_file(shard, items),
-            false => Err(problem(
-                shard,
+    fn write(run: &Path, shard: &Path, items: Vec<Item<'_>>) -> Result<Written> {
+        if !shard.parent().is_some_and(Path::is_dir) {
+            return Err(problem(
+                run,
                 Problem::Io,
-                "rank 0 has made a folder for the checkpoint, but this rank does not see it: all ranks need one file system",
-            )),
+                "rank 0 has made a folder for the checkpoint there, but this rank does not see it: all ranks need one file \
+                 system",
+            ));
         }
+        // The draft's folder will be gone when the message is read.
+        let name = shard.file_name().unwrap_or_default().to_string_lossy();
+        write_file(shard, items).map_err(|e| match e {
+            Error::Checkpoint {
+                problem: kind,
+                message,
+                ..
+            } => problem(run, kind, format!("{name} {message}")),
+            other => other,
+        })
     }
 
     /// Makes the checkpoint the latest, if all ranks have written their files.
     fn commit(self, written: Result<Written>) -> Result<PathBuf> {
-        let state = self.rank_state;
-        let written = written.map(|w| (w, state));
-        let files: Vec<(Written, Value)> = agree(
-            self.comm.as_ref(),
-            &format!("{}: files", self.label),
-            written,
-        )?;
-        let label = format!("{}: commit", self.label);
-        rank_0(self.comm.as_ref(), &label, || {
+        let written = written.map(|w| (w, self.rank_state));
+        let files: Vec<(Written, Value)> =
+            agree(self.comm.as_ref(), "save: files", &self.run, written)?;
+        let name: String = rank_0(self.comm.as_ref(), "save: commit", &self.run, || {
             let (draft, mut manifest) = self
                 .draft
                 .ok_or_else(|| problem(&self.run, Problem::Io, "rank 0 has no draft"))?;
@@ -79,12 +84,10 @@ impl Saving {
                 .map_err(|e| problem(&path, Problem::Io, e))?;
             // What could not be read back must not become the latest.
             Manifest::parse(&text, &path)?;
-            let folder = draft.commit(&text)?;
-            if let Some(n) = self.keep_last {
-                folder::keep_last(&self.run, n);
-            }
-            Ok(folder)
-        })
+            Shards::open(&draft.folder, &manifest, &Wanted::Nothing)?;
+            draft.commit(&text, self.keep_last)
+        })?;
+        Ok(self.run.join(name))
     }
 }
 
@@ -104,12 +107,16 @@ impl PendingSave {
     /// # Errors
     /// As [`Trainer::save`](crate::Trainer::save), the same on all ranks.
     pub fn wait(self) -> Result<PathBuf> {
-        let timeout = self.saving.comm.timeout();
-        let written = self.written.recv_timeout(timeout).unwrap_or_else(|_| {
-            let message = format!(
-                "it is not written after {timeout:?} of waiting; raise the timeout of the World"
-            );
-            Err(problem(&self.saving.shard, Problem::Io, message))
+        // Less than the others wait for this rank, so that they hear of it.
+        let timeout = self.saving.comm.timeout().mul_f64(0.9);
+        let written = self.written.recv_timeout(timeout).unwrap_or_else(|e| {
+            let message = match e {
+                mpsc::RecvTimeoutError::Timeout => {
+                    format!("the file is not written after {timeout:?} of waiting; raise the timeout of the World")
+                }
+                mpsc::RecvTimeoutError::Disconnected => "the thread that wrote the file has stopped".to_string(),
+            };
+            Err(problem(&self.saving.run, Problem::Io, message))
         });
         self.saving.commit(written)
     }
@@ -132,10 +139,7 @@ struct Piece<'a> {
 }
 
 impl<'a> Piece<'a> {
-    fn item(
-        &self,
-        write: impl FnOnce(&mut dyn std::io::Write) -> Result<()> + Send + 'a,
-    ) -> Item<'a> {
+    fn item(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()> + Send + 'a) -> Item<'a> {
         Item {
             key: piece_key(
                 self.param.name(),
@@ -150,16 +154,15 @@ impl<'a> Piece<'a> {
         }
     }
 
-    fn write(&self, out: &mut dyn std::io::Write) -> Result<()> {
+    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         match self.state {
-            None => self.param.write_le(self.range.clone(), out),
-            Some((_, numbers)) => write_floats(numbers, out),
+            None => self
+                .param
+                .write_le(self.range.clone(), out)
+                .map_err(io::Error::other),
+            Some((_, numbers)) => write_le(numbers, out),
         }
     }
-}
-
-fn write_floats(numbers: &[f32], out: &mut dyn std::io::Write) -> Result<()> {
-    write_le(numbers, out).map_err(|e| problem(Path::new(""), Problem::Io, e))
 }
 
 impl<O: Optimizer> Engine<O> {
@@ -167,6 +170,7 @@ impl<O: Optimizer> Engine<O> {
         let saving = self.begin_save("save", run, options)?;
         let written = self.with_pieces(|pieces| {
             Saving::write(
+                &saving.run,
                 &saving.shard,
                 pieces.iter().map(|p| p.item(|out| p.write(out))).collect(),
             )
@@ -187,10 +191,10 @@ impl<O: Optimizer> Engine<O> {
                 .collect::<Result<Vec<Item<'static>>>>()
         });
         let (send, written) = mpsc::channel();
-        let shard = saving.shard.clone();
+        let (run, shard) = (saving.run.clone(), saving.shard.clone());
         let write = move || {
             // The receiver is gone if nobody wants the checkpoint any more.
-            let _ = send.send(copies.and_then(|items| Saving::write(&shard, items)));
+            let _ = send.send(copies.and_then(|items| Saving::write(&run, &shard, items)));
         };
         let thread = std::thread::Builder::new().name("checkpoint".to_string());
         if let Err(e) = thread.spawn(write) {
@@ -207,36 +211,49 @@ impl<O: Optimizer> Engine<O> {
         let bytes = piece.range.len() * dtype.size_in_bytes();
         let mut copy =
             Buffer::reserved(DType::U8, bytes, self.store.ledger(), Category::Checkpoint)?;
-        piece.write(&mut copy.as_mut_slice::<u8>()?)?;
+        piece
+            .write(&mut copy.as_mut_slice::<u8>()?)
+            .map_err(|e| Error::parameter(piece.param.name(), e))?;
         let key = piece.item(|_| Ok(())).key;
         Ok(Item {
             key,
             dtype,
             shape: vec![piece.range.len()],
             write: Box::new(move |out| {
-                out.write_all(copy.as_slice::<u8>()?)
-                    .map_err(|e| problem(Path::new(""), Problem::Io, e))
+                let bytes = copy.as_slice::<u8>().map_err(io::Error::other)?;
+                out.write_all(bytes)
             }),
         })
     }
 
-    /// Collective: makes the draft's folder.
+    /// Collective: checks that all ranks mean the same, and makes the draft's folder.
     fn begin_save(&self, call: &'static str, run: &Path, options: &SaveOptions) -> Result<Saving> {
         self.require_empty_window(call)?;
         let (comm, step) = (&self.comm, self.steps);
-        let label = format!(
-            "{call} at step {step}, keep_last {:?}, {:?}",
-            options.keep_last, options.data
+        let intent = format!(
+            "keep_last {:?}, {:?}, {}",
+            options.keep_last,
+            options.data,
+            self.settings()
         );
+        let intents = agree(
+            comm.as_ref(),
+            "save: settings",
+            run,
+            self.check_groups().map(|()| intent),
+        )?;
+        if let Some(rank) = (1..intents.len()).find(|r| intents[*r] != intents[0]) {
+            let message = format!(
+                "all ranks must save the same, but rank {rank} has: {}; and rank 0: {}",
+                intents[rank], intents[0]
+            );
+            return Err(Error::invalid("save options or settings", message));
+        }
         let mut draft = None;
-        let name: String = rank_0(comm.as_ref(), &label, || {
+        let name: String = rank_0(comm.as_ref(), "save: folder", run, || {
             let new = Draft::create(run, step)?;
-            let name = new
-                .folder
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
+            let name = new.folder.file_name().unwrap_or_default();
+            let name = name.to_string_lossy().into_owned();
             draft = Some((new, self.manifest(options)));
             Ok(name)
         })?;
@@ -246,7 +263,6 @@ impl<O: Optimizer> Engine<O> {
             shard: run
                 .join(name)
                 .join(shard_name(comm.rank(), comm.world_size())),
-            label,
             draft,
             keep_last: options.keep_last,
             rank_state: options.rank_state.clone(),
@@ -257,11 +273,7 @@ impl<O: Optimizer> Engine<O> {
     fn with_pieces<R>(&self, f: impl FnOnce(&[Piece<'_>]) -> R) -> R {
         let (rank, n) = (self.comm.rank(), self.comm.world_size());
         let mut pieces = Vec::new();
-        let owned: Vec<Range<usize>> = self.reducer.with_strategy(|s| {
-            (0..self.layout.buckets().len())
-                .map(|b| s.owned(b))
-                .collect()
-        });
+        let owned = self.owned();
         for (index, bucket) in self.layout.buckets().iter().enumerate() {
             for segment in bucket.segments(bucket.slice(rank, n)) {
                 let param = &self.params[segment.param_idx];

@@ -32,33 +32,54 @@ fn parse_key(key: &str) -> Option<(&str, Range<usize>, &str)> {
     (range.start < range.end).then_some((name, range, state))
 }
 
+/// The elements of parameters that will be read.
+pub(crate) enum Wanted {
+    All,
+    Nothing,
+    Ranges(HashMap<String, Vec<Range<usize>>>),
+}
+
+impl Wanted {
+    fn includes(&self, name: &str, range: &Range<usize>) -> bool {
+        let overlaps = |r: &Range<usize>| r.start < range.end && range.start < r.end;
+        match self {
+            Self::All => true,
+            Self::Nothing => false,
+            Self::Ranges(ranges) => ranges.get(name).is_some_and(|r| r.iter().any(overlaps)),
+        }
+    }
+}
+
 struct Piece {
     range: Range<usize>,
-    file: usize,
+    rank: usize,
     offset: u64,
     dtype: Dtype,
 }
 
 /// All files of a checkpoint, with an index by parameter and state.
 pub(crate) struct Shards {
-    files: Vec<(Arc<Path>, OpenFile)>,
+    /// By rank. Files that nobody needs are closed: there may be many.
+    files: Vec<(Arc<Path>, Option<OpenFile>)>,
     /// By parameter name, then state: the pieces by start.
     pieces: HashMap<String, HashMap<String, Vec<Piece>>>,
 }
 
 impl Shards {
     /// Opens the files that `manifest` lists in `folder`, reads their headers, and checks that they hold each number
-    /// that the manifest promises exactly once.
-    pub fn open(folder: &Path, manifest: &Manifest) -> Result<Self> {
+    /// that the manifest promises exactly once. `wanted`: the elements of parameters that will be read; the files of others
+    /// are closed again.
+    pub fn open(folder: &Path, manifest: &Manifest, wanted: &Wanted) -> Result<Self> {
         let mut shards = Self {
             files: Vec::new(),
             pieces: HashMap::new(),
         };
-        for record in &manifest.ranks {
+        for (rank, record) in manifest.ranks.iter().enumerate() {
             let path: Arc<Path> = folder.join(&record.file).into();
             let file = OpenFile::open(&path)?;
             record.check_len(&path, &file)?;
             let (header, data_start) = file.header(&path)?;
+            let mut needed = false;
             for (key, info) in header.tensors() {
                 let corrupt =
                     |m: &str| problem(&path, Problem::Corrupt, format!("tensor `{key}`: {m}"));
@@ -67,15 +88,16 @@ impl Shards {
                 if info.shape != [range.len()] {
                     return Err(corrupt("its length is not that of its range"));
                 }
+                needed |= wanted.includes(name, &range);
                 let of_param = shards.pieces.entry(name.to_string()).or_default();
                 of_param.entry(state.to_string()).or_default().push(Piece {
                     range,
-                    file: shards.files.len(),
+                    rank,
                     offset: data_start + info.data_offsets.0 as u64,
                     dtype: info.dtype,
                 });
             }
-            shards.files.push((path, file));
+            shards.files.push((path, needed.then_some(file)));
         }
         shards.check_cover(folder, manifest)?;
         Ok(shards)
@@ -134,10 +156,19 @@ impl Shards {
         }
     }
 
-    /// Compares one rank's file with the manifest.
-    pub fn verify_rank(&self, rank: usize, manifest: &Manifest) -> Result<()> {
-        let (path, file) = &self.files[rank];
-        manifest.ranks[rank].verify(path, file)
+    /// Compares with the manifest the files that this rank reads, and those whose turn it is: together the ranks look at
+    /// all. Another rank's word would not do for what is read here: it may see another disk.
+    pub fn verify(&self, manifest: &Manifest, rank: usize, world_size: usize) -> Result<()> {
+        for (index, ((path, file), record)) in self.files.iter().zip(&manifest.ranks).enumerate() {
+            match file {
+                Some(file) => record.verify(path, file)?,
+                None if index % world_size == rank => {
+                    record.verify(path, &OpenFile::open(path)?)?
+                }
+                None => {}
+            }
+        }
+        Ok(())
     }
 
     /// Reads elements `range` of a state of a parameter.
@@ -191,7 +222,14 @@ impl Shards {
             if part.is_empty() {
                 continue;
             }
-            let (path, file) = &self.files[piece.file];
+            let (path, file) = &self.files[piece.rank];
+            let Some(file) = file else {
+                return Err(problem(
+                    path,
+                    Problem::Io,
+                    "it was closed before it was read",
+                ));
+            };
             let offset = piece.offset + ((part.start - piece.range.start) * element_size) as u64;
             let done = file
                 .reader(offset)

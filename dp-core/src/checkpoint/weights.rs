@@ -1,6 +1,7 @@
 //! Plain safetensors files of the weights alone, which any other program reads.
 
 use std::collections::HashSet;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::CheckpointProblem as Problem;
@@ -44,14 +45,19 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
 impl<O: Optimizer> Engine<O> {
     /// All ranks hold all parameters, so rank 0 writes the file.
     pub(crate) fn export_safetensors(&self, path: &Path) -> Result<()> {
-        rank_0(self.comm.as_ref(), "export_safetensors", || {
+        self.require_whole("export_safetensors")?;
+        rank_0(self.comm.as_ref(), "export_safetensors", path, || {
             let item = |param: &'_ Param| Item {
                 key: param.name().to_string(),
                 dtype: param.tensor().dtype(),
                 shape: param.tensor().dims().to_vec(),
                 write: Box::new({
                     let param = param.clone();
-                    move |out| param.write_le(0..param.num_elements(), out)
+                    move |out| {
+                        param
+                            .write_le(0..param.num_elements(), out)
+                            .map_err(io::Error::other)
+                    }
                 }),
             };
             write_atomically(path, self.params.iter().map(item).collect())
@@ -62,7 +68,7 @@ impl<O: Optimizer> Engine<O> {
     pub(crate) fn import_safetensors(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
         self.require_empty_window("import_safetensors")?;
         let mut file = None;
-        let present: Vec<String> = rank_0(self.comm.as_ref(), "import_safetensors", || {
+        let present: Vec<String> = rank_0(self.comm.as_ref(), "import_safetensors", path, || {
             let (opened, present) = check(path, &self.params, options)?;
             file = Some(opened);
             Ok(present)
@@ -95,7 +101,11 @@ fn check(
     let wrong = |kind, message: String| problem(path, kind, message);
     let file = InitialValues::open(path).map_err(|e| match e {
         Error::File { message, .. } => {
-            wrong(Problem::Missing, format!("cannot be opened: {message}"))
+            let kind = match path.is_file() {
+                true => Problem::Corrupt,
+                false => Problem::Missing,
+            };
+            wrong(kind, format!("cannot be read as safetensors: {message}"))
         }
         other => other,
     })?;
@@ -103,7 +113,11 @@ fn check(
     for param in params {
         let (name, own) = (param.name(), param.tensor().shape());
         match file.shape(name) {
-            Some(shape) if shape == *own => present.push(name.to_string()),
+            Some(shape) if shape == *own => {
+                file.check_dtype(name)
+                    .map_err(|message| wrong(Problem::Model, message))?;
+                present.push(name.to_string());
+            }
             Some(shape) => {
                 let message =
                     format!("`{name}` has shape {shape:?} there, but {own:?} in the model");

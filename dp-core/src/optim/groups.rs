@@ -110,6 +110,17 @@ impl<O: Optimizer> ParamGroups<O> {
 
     pub(crate) fn validate(&self) -> Result<()> {
         for group in &self.groups {
+            let states = group.optimizer.state_names();
+            let bad = |(i, name): (usize, &&str)| {
+                *name == "value" || name.contains('/') || states[..i].contains(name)
+            };
+            if states.iter().enumerate().any(bad) {
+                let message = format!(
+                    "{states:?} of {}: names must differ, have no `/` and not be `value`",
+                    group.optimizer.name()
+                );
+                return Err(Error::invalid("state names", message));
+            }
             group.optimizer.validate().map_err(|e| match e {
                 Error::InvalidArgument { what, message } => Error::InvalidArgument {
                     what,

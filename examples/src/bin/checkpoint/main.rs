@@ -52,12 +52,12 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Inspect { dir, json } => {
             let checkpoint = Checkpoint::open(&dir)?;
+            let wrong = report::wrong_files(&checkpoint);
             if json {
                 println!("{}", serde_json::to_string_pretty(checkpoint.manifest())?);
             } else {
-                report::print(&checkpoint);
+                report::print(&checkpoint, &wrong);
             }
-            let wrong = report::wrong_files(&checkpoint);
             for (_, error) in &wrong {
                 eprintln!("{error}");
             }

@@ -13,7 +13,8 @@ pub fn wrong_files(checkpoint: &Checkpoint) -> Vec<(usize, Error)> {
         .collect()
 }
 
-pub fn print(checkpoint: &Checkpoint) {
+/// Prints the manifest, and for each file whether it is as it should be.
+pub fn print(checkpoint: &Checkpoint, wrong: &[(usize, Error)]) {
     let m = checkpoint.manifest();
     println!("{}", checkpoint.folder().display());
     println!(
@@ -41,7 +42,7 @@ pub fn print(checkpoint: &Checkpoint) {
         );
     }
     println!("{}", parameters(m));
-    println!("{}", ranks(checkpoint));
+    println!("{}", ranks(m, wrong));
     println!(
         "  {} trained elements, {} bytes in all",
         m.num_trained(),
@@ -78,13 +79,12 @@ fn kind(param: &ParamRecord) -> String {
     }
 }
 
-fn ranks(checkpoint: &Checkpoint) -> Table {
-    let wrong = wrong_files(checkpoint);
+fn ranks(manifest: &Manifest, wrong: &[(usize, Error)]) -> Table {
     let mut table = table(
         &["file", "bytes", "sha256", "state of the rank", "verified"],
         &[1],
     );
-    for (rank, record) in checkpoint.manifest().ranks.iter().enumerate() {
+    for (rank, record) in manifest.ranks.iter().enumerate() {
         let ok = !wrong.iter().any(|(r, _)| *r == rank);
         let digest: String = record.sha256.chars().take(12).collect();
         table.add_row([
