@@ -31,13 +31,13 @@ mod generate;
 mod load;
 
 use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{Embedding, Init, Linear, VarBuilder};
+use candle_nn::{Init, VarBuilder};
 
 pub use config::GptConfig;
 pub use generate::Sampling;
 
 use crate::ids::check_ids;
-use crate::layers::{CausalMask, LayerNorm, cross_entropy};
+use crate::layers::{CausalMask, LayerNorm, cross_entropy, embed, linear};
 use block::Block;
 
 const LAYER_NORM_EPS: f64 = 1e-5;
@@ -59,12 +59,12 @@ const INIT_STDEV: f64 = 0.02;
 #[derive(Debug)]
 pub struct Gpt {
     config: GptConfig,
-    wte: Embedding,
-    wpe: Embedding,
+    wte: Tensor,
+    wpe: Tensor,
     blocks: Vec<Block>,
     lnf: LayerNorm,
     /// With the tied head its weight is the tensor of `wte`, so both uses add to one gradient.
-    head: Linear,
+    head: Tensor,
     mask: CausalMask,
 }
 
@@ -92,11 +92,11 @@ impl Gpt {
 
         Ok(Self {
             config: config.clone(),
-            wte: Embedding::new(wte, width),
-            wpe: Embedding::new(wpe, width),
+            wte,
+            wpe,
             blocks,
             lnf,
-            head: Linear::new(head, None),
+            head,
             mask: CausalMask::new(vb.dtype(), vb.device()),
         })
     }
@@ -117,7 +117,7 @@ impl Gpt {
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden("tokens", tokens)?;
         let (batch, len) = tokens.dims2()?;
-        let logits = self.head.forward(&hidden)?;
+        let logits = linear(&hidden, &self.head, None)?;
         logits.reshape((batch, len, self.config.vocab_size))
     }
 
@@ -135,7 +135,7 @@ impl Gpt {
             )
         }
         let hidden = self.hidden("inputs", inputs)?;
-        cross_entropy(&self.head.forward(&hidden)?, &targets.flatten_all()?)
+        cross_entropy(&linear(&hidden, &self.head, None)?, &targets.flatten_all()?)
     }
 
     /// What the head is applied to, `[B T, D]`; `what` names the tokens in an error.
@@ -143,22 +143,17 @@ impl Gpt {
     /// From the embedding on, a batch is a matrix with one row per position: a linear layer is then one matrix product, and no
     /// reshape is recorded for the backward pass.
     fn hidden(&self, what: &str, tokens: &Tensor) -> Result<Tensor> {
-        let (batch, len) = self.check_tokens(what, tokens)?;
-        let positions = self.wpe.embeddings().narrow(0, 0, len)?;
+        let len = self.check_tokens(what, tokens)?;
         let mask = self.mask.get(len)?;
 
-        let mut hidden = self
-            .wte
-            .forward(tokens)?
-            .broadcast_add(&positions)?
-            .reshape((batch * len, self.config.width))?;
+        let mut hidden = embed(tokens, &self.wte, &self.wpe)?;
         for block in &self.blocks {
             hidden = block.forward(&hidden, &mask)?;
         }
         self.lnf.forward(&hidden)
     }
 
-    fn check_tokens(&self, what: &str, tokens: &Tensor) -> Result<(usize, usize)> {
+    fn check_tokens(&self, what: &str, tokens: &Tensor) -> Result<usize> {
         let [batch, len] = *tokens.dims() else {
             bail!("{what} must be [B, T], got {:?}", tokens.shape())
         };
@@ -170,7 +165,7 @@ impl Gpt {
             bail!("{what} of length {len} are longer than the context of {context}")
         }
         check_ids(what, tokens, self.config.vocab_size)?;
-        Ok((batch, len))
+        Ok(len)
     }
 }
 

@@ -44,14 +44,15 @@ pub mod tokens;
 pub mod gpt;
 pub mod mlp;
 
-pub mod layers;
+pub mod kernels;
+mod layers;
 
 mod ids;
 
 pub use gpt::{Gpt, GptConfig, Sampling};
 pub use layers::{
-    CausalMask, CausalSelfAttention, Dropout, LayerNorm, attention, cross_entropy, gelu_tanh,
-    softmax,
+    CausalMask, CausalSelfAttention, Dropout, LayerNorm, attention, cross_entropy, embed,
+    gelu_tanh, linear, linear_gelu, softmax,
 };
 pub use mlp::{Activation, Mlp, MlpConfig};
 pub use tokens::ByteTokens;

@@ -23,3 +23,6 @@ mod tokens;
 
 /// Dropout: rates, scale, seeds, gradient.
 mod dropout;
+
+/// The fused layers against composed operations in f64: values, gradients, odd shapes, threads.
+mod fused;

@@ -4,15 +4,28 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
 use super::{GptConfig, INIT_STDEV, LAYER_NORM_EPS, normal};
-use crate::layers::{CausalSelfAttention, LayerNorm, gelu_tanh};
+use crate::layers::{CausalSelfAttention, LayerNorm, linear, linear_gelu};
+
+/// Weight and bias of a linear layer.
+#[derive(Debug)]
+struct Affine {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl From<Affine> for Linear {
+    fn from(affine: Affine) -> Self {
+        Linear::new(affine.weight, Some(affine.bias))
+    }
+}
 
 #[derive(Debug)]
 pub(super) struct Block {
     ln1: LayerNorm,
     attention: CausalSelfAttention,
     ln2: LayerNorm,
-    fc: Linear,
-    out: Linear,
+    fc: Affine,
+    out: Affine,
 }
 
 impl Block {
@@ -22,12 +35,12 @@ impl Block {
         let residual_stdev = INIT_STDEV / (2. * config.layers as f64).sqrt();
 
         let ln1 = LayerNorm::new(width, LAYER_NORM_EPS, vb.pp("ln1"))?;
-        let qkv = linear(width, 3 * width, INIT_STDEV, vb.pp("qkv"))?;
-        let proj = linear(width, width, residual_stdev, vb.pp("proj"))?;
-        let attention = CausalSelfAttention::new(qkv, proj, config.heads)?;
+        let qkv = affine(width, 3 * width, INIT_STDEV, vb.pp("qkv"))?;
+        let proj = affine(width, width, residual_stdev, vb.pp("proj"))?;
+        let attention = CausalSelfAttention::new(qkv.into(), proj.into(), config.heads)?;
         let ln2 = LayerNorm::new(width, LAYER_NORM_EPS, vb.pp("ln2"))?;
-        let fc = linear(width, 4 * width, INIT_STDEV, vb.pp("fc"))?;
-        let out = linear(4 * width, width, residual_stdev, vb.pp("out"))?;
+        let fc = affine(width, 4 * width, INIT_STDEV, vb.pp("fc"))?;
+        let out = affine(4 * width, width, residual_stdev, vb.pp("out"))?;
         Ok(Self {
             ln1,
             attention,
@@ -40,14 +53,14 @@ impl Block {
     /// `x` `[B T, D]` and a causal mask `[T, T]` to `[B T, D]`.
     pub(super) fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let x = (x + self.attention.forward(&self.ln1.forward(x)?, mask)?)?;
-        let expanded = gelu_tanh(&self.fc.forward(&self.ln2.forward(&x)?)?)?;
-        &x + self.out.forward(&expanded)?
+        let expanded = linear_gelu(&self.ln2.forward(&x)?, &self.fc.weight, &self.fc.bias)?;
+        &x + linear(&expanded, &self.out.weight, Some(&self.out.bias))?
     }
 }
 
 /// A linear layer with GPT-2's initial values: a normal weight, a zero bias.
-fn linear(input: usize, output: usize, stdev: f64, vb: VarBuilder) -> Result<Linear> {
+fn affine(input: usize, output: usize, stdev: f64, vb: VarBuilder) -> Result<Affine> {
     let weight = normal((output, input), stdev, &vb)?;
     let bias = vb.get_with_hints(output, "bias", Init::Const(0.))?;
-    Ok(Linear::new(weight, Some(bias)))
+    Ok(Affine { weight, bias })
 }

@@ -1,10 +1,11 @@
 //! Text generation: the model's own continuation of a prompt, token after token.
 
-use candle_core::{DType, Module, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::Gpt;
+use crate::layers::linear;
 
 /// How [`Gpt::generate`] chooses the next token from the logits.
 #[derive(Clone, Debug, PartialEq)]
@@ -90,12 +91,12 @@ impl Gpt {
     /// Logits of the token after `tokens`, which are not empty.
     fn next_logits(&self, tokens: &[u32]) -> Result<Vec<f32>> {
         let window = &tokens[tokens.len().saturating_sub(self.config.context)..];
-        let input = Tensor::new(window, self.wpe.embeddings().device())?.unsqueeze(0)?;
+        let input = Tensor::new(window, self.wpe.device())?.unsqueeze(0)?;
         // The head is the largest layer, and only the last position is asked for.
         let last = self
             .hidden("tokens", &input)?
             .narrow(0, window.len() - 1, 1)?;
-        let logits = self.head.forward(&last)?;
+        let logits = linear(&last, &self.head, None)?;
         logits.squeeze(0)?.to_dtype(DType::F32)?.to_vec1()
     }
 }

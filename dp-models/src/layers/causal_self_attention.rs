@@ -2,10 +2,13 @@
 //!
 //! `B` sequences, `T` positions, `D` width, `H` heads, `E = D / H` width of a head.
 
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use candle_nn::Linear;
 
-use super::softmax;
+use super::values::{Values, is_fusable, slice};
+use super::widen::widen;
+use super::{linear, softmax};
+use crate::kernels::{self, Heads};
 
 /// Multi-head causal self-attention with one projection for queries, keys and values, as in GPT-2 (Vaswani et al.,
 /// arXiv 1706.03762, section 3.2).
@@ -48,22 +51,67 @@ impl CausalSelfAttention {
     ///
     /// The rows of `x` are not a multiple of `T`, or shapes or dtypes do not fit.
     pub fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
-        let (rows, width) = x.dims2()?;
+        let (rows, _) = x.dims2()?;
         let len = mask.dim(0)?;
         if len == 0 || !rows.is_multiple_of(len) {
             bail!("attention got {rows} rows, which are not sequences of the mask's length {len}")
         }
-        let qkv = self
-            .qkv
-            .forward(x)?
+        let linear = |x: &Tensor, layer: &Linear| linear(x, layer.weight(), layer.bias());
+        let qkv = linear(x, &self.qkv)?;
+        linear(&self.heads_of(&qkv, mask)?, &self.proj)
+    }
+
+    /// `[B T, 3 D]` to `[B T, D]`
+    fn heads_of(&self, qkv: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let (rows, width) = (qkv.dim(0)?, qkv.dim(1)? / 3);
+        let len = mask.dim(0)?;
+        let wide = widen(qkv)?;
+        if is_fusable(&wide) && rows > 0 {
+            let op = Attention(Heads {
+                len,
+                heads: self.heads,
+                head_width: width / self.heads,
+            });
+            return wide.contiguous()?.apply_op1(op)?.to_dtype(qkv.dtype());
+        }
+        let qkv = qkv
             .reshape((rows / len, len, 3, self.heads, width / self.heads))?
             .permute((2, 0, 3, 1, 4))?
             // One copy puts all three into the layout [B, H, T, E] that candle's matmul asks for.
             .contiguous()?;
         attention(&qkv.get(0)?, &qkv.get(1)?, &qkv.get(2)?, mask)?
             .transpose(1, 2)?
-            .reshape((rows, width))?
-            .apply(&self.proj)
+            .reshape((rows, width))
+    }
+}
+
+/// Attention within each head of `[B T, 3 D]`.
+struct Attention(Heads);
+
+impl CustomOp1 for Attention {
+    fn name(&self) -> &'static str {
+        "causal-self-attention"
+    }
+
+    fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let qkv = slice(qkv, layout)?;
+        let mut out = vec![0f32; qkv.len() / 3];
+        kernels::attention_forward(qkv, self.0, &mut out);
+        let (rows, width) = layout.shape().dims2()?;
+        Ok((CpuStorage::F32(out), Shape::from((rows, width / 3))))
+    }
+
+    fn bwd(&self, qkv: &Tensor, out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let grad = grad.contiguous()?;
+        let mut dqkv = vec![0f32; qkv.elem_count()];
+        kernels::attention_backward(
+            &Values::of(qkv)?,
+            &Values::of(out)?,
+            &Values::of(&grad)?,
+            self.0,
+            &mut dqkv,
+        );
+        Ok(Some(Tensor::from_vec(dqkv, qkv.shape(), qkv.device())?))
     }
 }
 

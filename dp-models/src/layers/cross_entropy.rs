@@ -1,9 +1,13 @@
 //! Mean cross-entropy of logits against class ids.
 
-use candle_core::{D, Result, Tensor, bail};
+use std::sync::{Mutex, PoisonError};
 
+use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
+
+use super::values::{Values, is_fusable, slice};
 use super::widen::widen;
 use crate::ids::check_ids;
+use crate::kernels;
 
 /// Mean cross-entropy, as `torch.nn.functional.cross_entropy(logits, targets)`:
 ///
@@ -44,9 +48,49 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     check_ids("targets", targets, *classes)?;
 
     let logits = widen(&logits.flatten_to(D::Minus2)?)?;
+    if is_fusable(&logits) {
+        let op = CrossEntropy {
+            targets: targets.flatten_all()?.to_vec1()?,
+            log_sums: Mutex::default(),
+        };
+        return logits.contiguous()?.apply_op1(op);
+    }
     let targets = targets.flatten_all()?.unsqueeze(1)?.contiguous()?;
     // Only `shifted` uses the logits, so the backward pass visits them once. The maximum is a constant for it: it cancels.
     let shifted = logits.broadcast_sub(&logits.detach().max_keepdim(1)?)?;
     let log_sum_exp = shifted.exp()?.sum_keepdim(1)?.log()?;
     (log_sum_exp - shifted.gather(&targets, 1)?)?.mean_all()
+}
+
+struct CrossEntropy {
+    targets: Vec<u32>,
+    /// `log(sum(exp(logits)))` of each row, which forward leaves for backward.
+    log_sums: Mutex<Vec<f32>>,
+}
+
+impl CustomOp1 for CrossEntropy {
+    fn name(&self) -> &'static str {
+        "cross-entropy"
+    }
+
+    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (sum, log_sums) = kernels::cross_entropy_forward(slice(logits, layout)?, &self.targets);
+        *self.log_sums.lock().unwrap_or_else(PoisonError::into_inner) = log_sums;
+        let mean = sum / self.targets.len() as f64;
+        Ok((CpuStorage::F32(vec![mean as f32]), Shape::from(())))
+    }
+
+    fn bwd(&self, logits: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let scale = grad.to_scalar::<f32>()? / self.targets.len() as f32;
+        let mut dx = vec![0f32; logits.elem_count()];
+        let log_sums = self.log_sums.lock().unwrap_or_else(PoisonError::into_inner);
+        kernels::cross_entropy_backward(
+            &Values::of(logits)?,
+            &self.targets,
+            &log_sums,
+            scale,
+            &mut dx,
+        );
+        Ok(Some(Tensor::from_vec(dx, logits.shape(), logits.device())?))
+    }
 }

@@ -1,9 +1,11 @@
 //! Layer normalisation over the last dimension.
 
-use candle_core::{D, Module, Result, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, D, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
+use super::values::{Values, is_fusable, slice};
 use super::widen::widen;
+use crate::kernels;
 
 /// Layer normalisation, as `torch.nn.LayerNorm` over the last dimension (Ba et al., arXiv 1607.06450):
 ///
@@ -54,14 +56,77 @@ impl Module for LayerNorm {
             )
         }
         let wide = widen(x)?;
-        let centered = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
-        let variance = centered.sqr()?.mean_keepdim(D::Minus1)?;
-        // The reciprocal is taken on one number per row; the backward pass of a division would take two more full passes.
-        let rstd = (variance + self.eps)?.sqrt()?.recip()?;
-        centered
-            .broadcast_mul(&rstd)?
-            .broadcast_mul(&widen(&self.weight)?)?
-            .broadcast_add(&widen(&self.bias)?)?
-            .to_dtype(x.dtype())
+        let (weight, bias) = (widen(&self.weight)?, widen(&self.bias)?);
+        let y = match is_fusable(&wide) {
+            true => {
+                let op = Normalise {
+                    eps: self.eps as f32,
+                };
+                wide.contiguous()?
+                    .apply_op3(&weight.contiguous()?, &bias.contiguous()?, op)?
+            }
+            false => composed(&wide, &weight, &bias, self.eps)?,
+        };
+        y.to_dtype(x.dtype())
+    }
+}
+
+fn composed(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = centered.sqr()?.mean_keepdim(D::Minus1)?;
+    // The reciprocal is taken on one number per row; the backward pass of a division would take two more full passes.
+    let rstd = (variance + eps)?.sqrt()?.recip()?;
+    centered
+        .broadcast_mul(&rstd)?
+        .broadcast_mul(weight)?
+        .broadcast_add(bias)
+}
+
+struct Normalise {
+    eps: f32,
+}
+
+impl CustomOp3 for Normalise {
+    fn name(&self) -> &'static str {
+        "layer-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        lx: &Layout,
+        w: &CpuStorage,
+        lw: &Layout,
+        b: &CpuStorage,
+        lb: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let x = slice(x, lx)?;
+        let mut y = vec![0f32; x.len()];
+        kernels::layer_norm_forward(x, slice(w, lw)?, slice(b, lb)?, self.eps, &mut y);
+        Ok((CpuStorage::F32(y), lx.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        b: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let grad = grad.contiguous()?;
+        let mut dx = vec![0f32; x.elem_count()];
+        let (dw, db) = kernels::layer_norm_backward(
+            &Values::of(x)?,
+            &Values::of(w)?,
+            &Values::of(&grad)?,
+            self.eps,
+            &mut dx,
+        );
+        Ok((
+            Some(Tensor::from_vec(dx, x.shape(), x.device())?),
+            Some(Tensor::from_vec(dw, w.shape(), w.device())?),
+            Some(Tensor::from_vec(db, b.shape(), b.device())?),
+        ))
     }
 }

@@ -1,0 +1,232 @@
+//! Causal self-attention, tile by tile: no matrix of all scores is ever kept.
+//!
+//! After FlashAttention-2 (Dao, arXiv 2307.08691): forward keeps its inputs and its output only; backward computes the
+//! probabilities of a tile again. A tile is [`ROWS`] queries of one head against all keys up to the last of them.
+
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::matmul::{Mat, matmul};
+use super::vector::{exp, max, sum, sum2};
+
+/// Queries of a tile.
+const ROWS: usize = 64;
+
+/// How `[B T, 3 D]` is cut into heads: a row is all queries, all keys, all values; within each, head after head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Heads {
+    /// `T`
+    pub len: usize,
+    /// `H`
+    pub heads: usize,
+    /// `E = D / H`
+    pub head_width: usize,
+}
+
+impl Heads {
+    fn width(&self) -> usize {
+        self.heads * self.head_width
+    }
+
+    fn scale(&self) -> f32 {
+        (self.head_width as f32).sqrt().recip()
+    }
+
+    /// `rows` positions from `first` on of part 0 (queries), 1 (keys) or 2 (values) of a head of one sequence.
+    fn part<'a>(
+        &self,
+        sequence: &'a [f32],
+        part: usize,
+        head: usize,
+        first: usize,
+        rows: usize,
+    ) -> Mat<'a> {
+        let stride = 3 * self.width();
+        let start = first * stride + part * self.width() + head * self.head_width;
+        Mat::strided(&sequence[start..], rows, self.head_width, stride)
+    }
+
+    /// The same of `[T, D]`.
+    fn output<'a>(&self, sequence: &'a [f32], head: usize, first: usize, rows: usize) -> Mat<'a> {
+        let start = first * self.width() + head * self.head_width;
+        Mat::strided(&sequence[start..], rows, self.head_width, self.width())
+    }
+
+    fn tiles(self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let firsts = (0..self.len).step_by(ROWS);
+        (0..self.heads).flat_map(move |head| {
+            firsts
+                .clone()
+                .map(move |first| (head, first, ROWS.min(self.len - first)))
+        })
+    }
+}
+
+/// `softmax(q k^T / sqrt(E) + causal mask) v` for each head: `qkv` `[B T, 3 D]` to `out` `[B T, D]`.
+pub(crate) fn attention_forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
+    let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
+    let sequence = |(out, qkv): (&mut [f32], &[f32])| {
+        let mut scores = vec![0f32; ROWS.min(heads.len) * heads.len];
+        for (head, first, rows) in heads.tiles() {
+            let keys = first + rows;
+            let scores = &mut scores[..rows * keys];
+            probabilities(qkv, heads, head, first, rows, scores);
+            let start = first * heads.width() + head * heads.head_width;
+            let values = heads.part(qkv, 2, head, 0, keys);
+            matmul(
+                &mut out[start..],
+                heads.width(),
+                false,
+                Mat::new(scores, rows, keys),
+                values,
+                1.0,
+                false,
+            );
+        }
+    };
+    match rayon::current_num_threads() {
+        1 => out
+            .chunks_exact_mut(len_out)
+            .zip(qkv.chunks_exact(len_in))
+            .for_each(sequence),
+        _ => out
+            .par_chunks_exact_mut(len_out)
+            .zip(qkv.par_chunks_exact(len_in))
+            .for_each(sequence),
+    }
+}
+
+/// The gradient of `qkv`, from that of the output.
+pub(crate) fn attention_backward(
+    qkv: &[f32],
+    out: &[f32],
+    grad: &[f32],
+    heads: Heads,
+    grad_qkv: &mut [f32],
+) {
+    let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
+    let sequence = |((dqkv, qkv), (out, grad)): ((&mut [f32], &[f32]), (&[f32], &[f32]))| {
+        let size = ROWS.min(heads.len) * heads.len;
+        let (mut scores, mut grads) = (vec![0f32; size], vec![0f32; size]);
+        for (head, first, rows) in heads.tiles() {
+            let keys = first + rows;
+            let (p, dp) = (&mut scores[..rows * keys], &mut grads[..rows * keys]);
+            probabilities(qkv, heads, head, first, rows, p);
+            let grad_rows = heads.output(grad, head, first, rows);
+            matmul(
+                dp,
+                keys,
+                false,
+                grad_rows,
+                heads.part(qkv, 2, head, 0, keys).t(),
+                1.0,
+                false,
+            );
+            let at = |part: usize, position: usize| {
+                (3 * position + part) * heads.width() + head * heads.head_width
+            };
+            let stride = 3 * heads.width();
+            // Values: P^T dO.
+            matmul(
+                &mut dqkv[at(2, 0)..],
+                stride,
+                true,
+                Mat::new(p, rows, keys).t(),
+                grad_rows,
+                1.0,
+                false,
+            );
+            for row in 0..rows {
+                let start = (first + row) * heads.width() + head * heads.head_width;
+                let own = start..start + heads.head_width;
+                let delta = dot(&out[own.clone()], &grad[own]);
+                let range = row * keys..(row + 1) * keys;
+                score_gradients(&p[range.clone()], delta, heads.scale(), &mut dp[range]);
+            }
+            let ds = Mat::new(dp, rows, keys);
+            matmul(
+                &mut dqkv[at(0, first)..],
+                stride,
+                false,
+                ds,
+                heads.part(qkv, 1, head, 0, keys),
+                1.0,
+                false,
+            );
+            matmul(
+                &mut dqkv[at(1, 0)..],
+                stride,
+                true,
+                ds.t(),
+                heads.part(qkv, 0, head, first, rows),
+                1.0,
+                false,
+            );
+        }
+    };
+    match rayon::current_num_threads() {
+        1 => {
+            let outputs = out.chunks_exact(len_out).zip(grad.chunks_exact(len_out));
+            let inputs = grad_qkv
+                .chunks_exact_mut(len_in)
+                .zip(qkv.chunks_exact(len_in));
+            inputs.zip(outputs).for_each(sequence);
+        }
+        _ => {
+            let outputs = out
+                .par_chunks_exact(len_out)
+                .zip(grad.par_chunks_exact(len_out));
+            let inputs = grad_qkv
+                .par_chunks_exact_mut(len_in)
+                .zip(qkv.par_chunks_exact(len_in));
+            inputs.zip(outputs).for_each(sequence);
+        }
+    }
+}
+
+/// The probabilities of one tile, `[rows, first + rows]`.
+fn probabilities(
+    qkv: &[f32],
+    heads: Heads,
+    head: usize,
+    first: usize,
+    rows: usize,
+    scores: &mut [f32],
+) {
+    let keys = first + rows;
+    let (q, k) = (
+        heads.part(qkv, 0, head, first, rows),
+        heads.part(qkv, 1, head, 0, keys),
+    );
+    matmul(scores, keys, false, q, k.t(), heads.scale(), false);
+    for (row, scores) in scores.chunks_exact_mut(keys).enumerate() {
+        let (seen, hidden) = scores.split_at_mut(first + row + 1);
+        softmax(seen);
+        hidden.fill(0.0);
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+fn softmax(x: &mut [f32]) {
+    let max = max(x);
+    for x in x.iter_mut() {
+        *x = exp(*x - max);
+    }
+    let inverse = 1.0 / sum(x, |x| x);
+    for x in x.iter_mut() {
+        *x *= inverse;
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    sum2(a, b, |a, b| a * b)
+}
+
+/// `dp = p (dp - delta) scale`
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+fn score_gradients(p: &[f32], delta: f32, scale: f32, dp: &mut [f32]) {
+    for (dp, p) in dp.iter_mut().zip(p) {
+        *dp = p * (*dp - delta) * scale;
+    }
+}
