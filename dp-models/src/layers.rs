@@ -1,6 +1,8 @@
-//! Differentiable layers that `candle_nn` lacks, made of candle operations that have a backward pass.
+//! Differentiable layers that `candle_nn` lacks, or that are slow to train with.
 //!
-//! `Linear` and `Embedding` come from `candle_nn` as they are.
+//! In f32 on the CPU each is one node of the graph, a custom operation with a backward pass of its own. Candle's backward
+//! allocates zeros and adds to them for each edge, so fewer nodes are what makes training fast. On other devices, and in
+//! f64, a layer is composed of Candle's operations.
 //!
 //! Shapes use these letters: `B` sequences in the batch, `T` positions in a sequence, `D` width of the model, `H` heads,
 //! `E = D / H` width of a head, `V` size of the vocabulary, `..` any leading dimensions.

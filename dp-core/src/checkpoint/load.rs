@@ -335,7 +335,10 @@ impl<O: Optimizer> Engine<O> {
                 .iter()
                 .filter(|p| p.kind() != ParamKind::Trained)
             {
-                ranges.insert(param.name().to_string(), vec![0..param.num_elements()]);
+                ranges
+                    .entry(param.name().to_string())
+                    .or_default()
+                    .push(0..param.num_elements());
             }
         }
         Wanted::Ranges(ranges)

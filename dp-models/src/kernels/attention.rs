@@ -65,38 +65,42 @@ impl Heads {
 /// `softmax(q k^T / sqrt(E) + causal mask) v` for each head: `qkv` `[B T, 3 D]` to `out` `[B T, D]`.
 pub(crate) fn attention_forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
     let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
-    let sequence = |(out, qkv): (&mut [f32], &[f32])| {
-        let mut scores = vec![0f32; ROWS.min(heads.len) * heads.len];
-        for (head, first, rows) in heads.tiles() {
-            let keys = first + rows;
-            let scores = &mut scores[..rows * keys];
-            probabilities(qkv, heads, head, first, rows, scores);
-            let start = first * heads.width() + head * heads.head_width;
-            let values = heads.part(qkv, 2, head, 0, keys);
-            matmul(
-                &mut out[start..],
-                heads.width(),
-                false,
-                Mat::new(scores, rows, keys),
-                values,
-                1.0,
-                false,
-            );
-        }
-    };
     match rayon::current_num_threads() {
-        1 => out
-            .chunks_exact_mut(len_out)
-            .zip(qkv.chunks_exact(len_in))
-            .for_each(sequence),
-        _ => out
-            .par_chunks_exact_mut(len_out)
-            .zip(qkv.par_chunks_exact(len_in))
-            .for_each(sequence),
+        1 => {
+            let sequences = out.chunks_exact_mut(len_out).zip(qkv.chunks_exact(len_in));
+            sequences.for_each(|(out, qkv)| forward(qkv, heads, out));
+        }
+        _ => {
+            let sequences = out
+                .par_chunks_exact_mut(len_out)
+                .zip(qkv.par_chunks_exact(len_in));
+            sequences.for_each(|(out, qkv)| forward(qkv, heads, out));
+        }
     }
 }
 
-/// The gradient of `qkv`, from that of the output.
+/// One sequence.
+fn forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
+    let mut scores = vec![0f32; ROWS.min(heads.len) * heads.len];
+    for (head, first, rows) in heads.tiles() {
+        let keys = first + rows;
+        let scores = &mut scores[..rows * keys];
+        probabilities(qkv, heads, head, first, rows, scores);
+        let start = first * heads.width() + head * heads.head_width;
+        let values = heads.part(qkv, 2, head, 0, keys);
+        matmul(
+            &mut out[start..],
+            heads.width(),
+            false,
+            Mat::new(scores, rows, keys),
+            values,
+            1.0,
+            false,
+        );
+    }
+}
+
+/// The gradient of `qkv`, from that of the output. `grad_qkv` is zeros.
 pub(crate) fn attention_backward(
     qkv: &[f32],
     out: &[f32],
@@ -105,72 +109,14 @@ pub(crate) fn attention_backward(
     grad_qkv: &mut [f32],
 ) {
     let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
-    let sequence = |((dqkv, qkv), (out, grad)): ((&mut [f32], &[f32]), (&[f32], &[f32]))| {
-        let size = ROWS.min(heads.len) * heads.len;
-        let (mut scores, mut grads) = (vec![0f32; size], vec![0f32; size]);
-        for (head, first, rows) in heads.tiles() {
-            let keys = first + rows;
-            let (p, dp) = (&mut scores[..rows * keys], &mut grads[..rows * keys]);
-            probabilities(qkv, heads, head, first, rows, p);
-            let grad_rows = heads.output(grad, head, first, rows);
-            matmul(
-                dp,
-                keys,
-                false,
-                grad_rows,
-                heads.part(qkv, 2, head, 0, keys).t(),
-                1.0,
-                false,
-            );
-            let at = |part: usize, position: usize| {
-                (3 * position + part) * heads.width() + head * heads.head_width
-            };
-            let stride = 3 * heads.width();
-            // Values: P^T dO.
-            matmul(
-                &mut dqkv[at(2, 0)..],
-                stride,
-                true,
-                Mat::new(p, rows, keys).t(),
-                grad_rows,
-                1.0,
-                false,
-            );
-            for row in 0..rows {
-                let start = (first + row) * heads.width() + head * heads.head_width;
-                let own = start..start + heads.head_width;
-                let delta = dot(&out[own.clone()], &grad[own]);
-                let range = row * keys..(row + 1) * keys;
-                score_gradients(&p[range.clone()], delta, heads.scale(), &mut dp[range]);
-            }
-            let ds = Mat::new(dp, rows, keys);
-            matmul(
-                &mut dqkv[at(0, first)..],
-                stride,
-                false,
-                ds,
-                heads.part(qkv, 1, head, 0, keys),
-                1.0,
-                false,
-            );
-            matmul(
-                &mut dqkv[at(1, 0)..],
-                stride,
-                true,
-                ds.t(),
-                heads.part(qkv, 0, head, first, rows),
-                1.0,
-                false,
-            );
-        }
-    };
     match rayon::current_num_threads() {
         1 => {
             let outputs = out.chunks_exact(len_out).zip(grad.chunks_exact(len_out));
             let inputs = grad_qkv
                 .chunks_exact_mut(len_in)
                 .zip(qkv.chunks_exact(len_in));
-            inputs.zip(outputs).for_each(sequence);
+            let sequences = inputs.zip(outputs);
+            sequences.for_each(|((dqkv, qkv), (out, grad))| backward(qkv, out, grad, heads, dqkv));
         }
         _ => {
             let outputs = out
@@ -179,8 +125,51 @@ pub(crate) fn attention_backward(
             let inputs = grad_qkv
                 .par_chunks_exact_mut(len_in)
                 .zip(qkv.par_chunks_exact(len_in));
-            inputs.zip(outputs).for_each(sequence);
+            let sequences = inputs.zip(outputs);
+            sequences.for_each(|((dqkv, qkv), (out, grad))| backward(qkv, out, grad, heads, dqkv));
         }
+    }
+}
+
+/// One sequence. With the probabilities `P` of a tile: `dV += P^T dO`, `dP = dO V^T`,
+/// `dS = P (dP - rowsum(dO O)) / sqrt(E)`, `dQ = dS K`, `dK += dS^T Q`.
+fn backward(qkv: &[f32], out: &[f32], grad: &[f32], heads: Heads, dqkv: &mut [f32]) {
+    let size = ROWS.min(heads.len) * heads.len;
+    let (mut scores, mut grads) = (vec![0f32; size], vec![0f32; size]);
+    let stride = 3 * heads.width();
+    for (head, first, rows) in heads.tiles() {
+        let keys = first + rows;
+        let (p, ds) = (&mut scores[..rows * keys], &mut grads[..rows * keys]);
+        let (q, k, v) = (
+            heads.part(qkv, 0, head, first, rows),
+            heads.part(qkv, 1, head, 0, keys),
+            heads.part(qkv, 2, head, 0, keys),
+        );
+        let grad_rows = heads.output(grad, head, first, rows);
+        let at = |part: usize, position: usize| {
+            (3 * position + part) * heads.width() + head * heads.head_width
+        };
+        probabilities(qkv, heads, head, first, rows, p);
+        matmul(
+            &mut dqkv[at(2, 0)..],
+            stride,
+            true,
+            Mat::new(p, rows, keys).t(),
+            grad_rows,
+            1.0,
+            false,
+        );
+        matmul(ds, keys, false, grad_rows, v.t(), 1.0, false);
+        for row in 0..rows {
+            let start = (first + row) * heads.width() + head * heads.head_width;
+            let own = start..start + heads.head_width;
+            let delta = dot(&out[own.clone()], &grad[own]);
+            let range = row * keys..(row + 1) * keys;
+            score_gradients(&p[range.clone()], delta, heads.scale(), &mut ds[range]);
+        }
+        let ds = Mat::new(ds, rows, keys);
+        matmul(&mut dqkv[at(0, first)..], stride, false, ds, k, 1.0, false);
+        matmul(&mut dqkv[at(1, 0)..], stride, true, ds.t(), q, 1.0, false);
     }
 }
 

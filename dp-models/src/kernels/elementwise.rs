@@ -5,7 +5,7 @@ use multiversion::multiversion;
 use super::vector::exp;
 
 /// `2 sqrt(2 / pi)`
-const TWICE_SQRT_2_PI: f32 = 1.595_769_1;
+const TWICE_SQRT_2_PI: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 /// `sigmoid(2 u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`, which is `0.5 (1 + tanh(u))`.

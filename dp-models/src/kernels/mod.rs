@@ -1,8 +1,9 @@
 //! The arithmetic of the layers on the CPU: plain functions on slices of f32.
 //!
 //! Each loop over elements is compiled several times, for the vector units of different processors, and the best one is
-//! chosen when it first runs. All versions round alike: no operation is contracted or reordered, and sums are taken in a
-//! fixed number of lanes. So results do not depend on the processor, nor on the number of threads.
+//! chosen when it first runs. All versions of a loop round alike: no operation is contracted or reordered, and sums are taken
+//! in a fixed number of lanes. Neither does the number of threads change a bit. (Products of matrices, by the crate `gemm`, do
+//! differ in the last bits between processors.)
 
 mod attention;
 mod cross_entropy;

@@ -1,9 +1,9 @@
 //! The numbers of CPU tensors, for the fused layers.
 
-use parking_lot::RwLockReadGuard;
 use std::ops::{Deref, Range};
 
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
+use parking_lot::RwLockReadGuard;
 
 /// True if fused kernels can compute with `x`: f32 on the CPU.
 pub(super) fn is_fusable(x: &Tensor) -> bool {
