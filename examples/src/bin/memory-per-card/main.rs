@@ -9,6 +9,7 @@
 
 mod html;
 mod options;
+mod pages;
 mod report;
 mod table;
 mod training;
@@ -30,6 +31,7 @@ use report::{Model, Report};
 static ALLOCATOR: CountingAllocator<MiMalloc> = CountingAllocator::new(MiMalloc);
 
 fn main() -> ExitCode {
+    pages::keep();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
