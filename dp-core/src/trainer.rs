@@ -183,7 +183,8 @@ pub trait Trainer {
     }
 
     /// Saves parameters, optimizer state, step count and settings as a new checkpoint in the folder `run`, and makes it the
-    /// latest there. Collective; between two steps. All ranks need to see the same folder. See
+    /// latest there. Collective; between two steps. All ranks need to see the same folder, and the slowest rank must have
+    /// written its file within the World's timeout after the fastest. A folder belongs to one trainer. See
     /// [`checkpoint`](crate::checkpoint).
     ///
     /// Returns the checkpoint's own folder, when it is complete and on the disk.

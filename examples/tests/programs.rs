@@ -112,9 +112,19 @@ fn other_text_and_a_choice_of_strategies() -> Result<(), Box<dyn std::error::Err
     let text = text.to_str().ok_or("a path in UTF-8")?;
     let report = small_report(
         out.path(),
-        &["--ranks", "2", "--data", text, "--strategies", "zero2"],
+        &[
+            "--ranks",
+            "2",
+            "--data",
+            text,
+            "--strategies",
+            "zero2",
+            "--seed",
+            "5",
+        ],
     )?;
     assert_eq!(report["model"]["text_bytes"], 160);
+    assert_eq!(report["seed"], 5);
     assert_eq!(report["strategies"].as_array().map(Vec::len), Some(1));
     Ok(())
 }
