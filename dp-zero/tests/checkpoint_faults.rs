@@ -157,13 +157,43 @@ fn nothing_to_load() {
             trainer.load_latest(&run.join("nowhere"), &LoadOptions::new())?,
             None
         );
-        assert_eq!(trainer.load_latest(&run, &LoadOptions::new())?, None);
         let (_, problem, message) = parts(trainer.load(&run.join("nowhere")));
         assert_eq!(problem, CheckpointProblem::Missing);
         assert!(message.contains("no checkpoint is there"), "{message}");
-        let (_, _, message) = parts(trainer.load(&run));
-        assert!(message.contains("no checkpoint is there"), "{message}");
+        // A checkpoint that has lost its manifest is not passed over.
+        let (_, problem, message) = parts(trainer.load_latest(&run, &LoadOptions::new()));
+        assert_eq!(problem, CheckpointProblem::Corrupt);
+        assert!(message.contains("has no manifest.json"), "{message}");
         Ok(())
+    });
+}
+
+/// A checkpoint's own files are not written over, nor is anything put beside them.
+#[test]
+fn a_checkpoint_is_never_written_to() {
+    let (_guard, run) = folder();
+    ranks(2, move |rank| {
+        let (_, _, trainer) = model(Sharding::Zero2, &rank)?;
+        let checkpoint = trainer.save(&run)?;
+        let (_, _, message) = parts(trainer.save(&checkpoint));
+        assert!(
+            message.contains("save to the folder of its run"),
+            "{message}"
+        );
+        for target in [
+            checkpoint.join("manifest.json"),
+            checkpoint.join("more"),
+            run.join("latest"),
+        ] {
+            let (_, _, message) = parts(trainer.export_safetensors(&target));
+            assert!(
+                message.contains("among the files of a checkpoint"),
+                "{message}"
+            );
+        }
+        let (_, _, message) = parts(trainer.export_safetensors(&run));
+        assert!(message.contains("not a regular file"), "{message}");
+        Checkpoint::open(&run)?.verify()
     });
 }
 

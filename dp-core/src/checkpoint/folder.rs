@@ -23,8 +23,8 @@ use super::problem;
 use crate::error::Result;
 
 pub(crate) const MANIFEST: &str = "manifest.json";
-const LATEST: &str = "latest";
-const LOCK: &str = ".lock";
+pub(crate) const LATEST: &str = "latest";
+pub(crate) const LOCK: &str = ".lock";
 const SAVING: &str = ".saving-";
 const REMOVING: &str = ".removing-";
 const STEP: &str = "step-";
@@ -49,6 +49,10 @@ impl Draft {
             run
         };
         let failed = |what: &str, e: io::Error| problem(run, Problem::Io, format!("{what}: {e}"));
+        if run.join(MANIFEST).exists() {
+            let message = "it is a checkpoint itself; save to the folder of its run";
+            return Err(problem(run, Problem::Io, message));
+        }
         create_durably(run).map_err(|e| failed("the folder cannot be created", e))?;
         let lock = lock(run)?;
         // What a killed job has left: nobody writes there any more, since this job has the lock.
@@ -134,7 +138,7 @@ fn lock(run: &Path) -> Result<Option<File>> {
         Err(TryLockError::WouldBlock) => Err(problem(
             run,
             Problem::Io,
-            "a checkpoint is being saved there already: by another job, or in the background and not waited for",
+            "a checkpoint is being saved there already: by another job (give each its own folder), or in the background and not waited for",
         )),
         // Some network file systems have no locks; they do without.
         Err(TryLockError::Error(e)) if e.kind() == io::ErrorKind::Unsupported => Ok(None),
@@ -170,7 +174,15 @@ pub(crate) fn find(path: &Path) -> Result<Option<PathBuf>> {
     let latest = path.join(LATEST);
     if !exists(&latest)? {
         // A job that was killed right after its first checkpoint was complete, or a copy of a part of the folder.
-        return Ok(by_age(path).pop().map(|name| path.join(name)));
+        let complete = by_age(path);
+        let all = names(path, is_ours);
+        if let Some(broken) = all.iter().find(|name| !complete.contains(name)) {
+            let message = format!(
+                "there is no file `{LATEST}`, and this checkpoint has no {MANIFEST}; name one that is whole"
+            );
+            return Err(problem(&path.join(broken), Problem::Corrupt, message));
+        }
+        return Ok(complete.last().map(|name| path.join(name)));
     }
     let name = fs::read_to_string(&latest)
         .map_err(|e| problem(&latest, Problem::Io, format!("cannot be read: {e}")))?;
@@ -184,7 +196,7 @@ pub(crate) fn find(path: &Path) -> Result<Option<PathBuf>> {
         return Err(problem(
             &latest,
             Problem::Corrupt,
-            format!("{name:?} is not the name of a checkpoint"),
+            format!("{name:?} is not the name of a checkpoint, such as {STEP}00000010"),
         ));
     }
     let folder = path.join(name);
@@ -205,15 +217,17 @@ fn by_age(run: &Path) -> Vec<String> {
             .and_then(|m| m.modified())
             .ok()
     };
-    let ours = |name: &str| {
-        let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-        name.strip_prefix(STEP)
-            .is_some_and(|rest| rest.split('-').all(number))
-    };
-    let mut all = names(run, ours);
+    let mut all = names(run, is_ours);
     all.retain(|name| saved_at(name).is_some());
     all.sort_by_cached_key(|name| (saved_at(name), name.clone()));
     all
+}
+
+/// `step-00000020` and `step-00000020-2`, but not `step-00000020-best`.
+fn is_ours(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    name.strip_prefix(STEP)
+        .is_some_and(|rest| rest.split('-').all(number))
 }
 
 /// Removes all but the `n` checkpoints that were saved last. Never the latest.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::CheckpointProblem as Problem;
 use super::agree::rank_0;
 use super::file::{Item, write_file};
-use super::folder::sync_folder;
+use super::folder::{self, sync_folder};
 use super::options::LoadOptions;
 use super::problem;
 use crate::engine::Engine;
@@ -22,6 +22,21 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
     let Some(name) = path.file_name() else {
         return Err(problem(path, Problem::Io, "it is not the path of a file"));
     };
+    let beside = |other: &str| path.with_file_name(other).exists();
+    if beside(folder::MANIFEST) || (name == folder::LATEST && beside(folder::LOCK)) {
+        return Err(problem(
+            path,
+            Problem::Io,
+            "it would be among the files of a checkpoint",
+        ));
+    }
+    if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
+        return Err(problem(
+            path,
+            Problem::Io,
+            "it exists and is not a regular file",
+        ));
+    }
     let nonce: u32 = rand::random();
     let mut part = std::ffi::OsString::from(".");
     part.push(name);
@@ -31,7 +46,16 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
         Some(parent) if parent != Path::new("") => parent.to_path_buf(),
         _ => PathBuf::from("."),
     };
-    let renamed = write_file(&part, items).and_then(|_| {
+    // The name of the part is not one that the caller knows.
+    let written = write_file(&part, items).map_err(|e| match e {
+        Error::Checkpoint {
+            problem: kind,
+            message,
+            ..
+        } => problem(path, kind, message),
+        other => other,
+    });
+    let renamed = written.and_then(|_| {
         std::fs::rename(&part, path)
             .and_then(|()| sync_folder(&folder))
             .map_err(|e| problem(path, Problem::Io, format!("cannot be written: {e}")))
