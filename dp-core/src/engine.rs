@@ -41,6 +41,15 @@ enum Window {
     HalfLoaded,
 }
 
+/// What `clip_grad_norm` leaves for the step.
+pub(crate) struct Clipping {
+    /// Before clipping.
+    pub norm: f64,
+    pub factor: f32,
+    /// What all ranks have agreed on.
+    pub agreed: String,
+}
+
 /// Parameters, gradients, optimizer state and the order of work of one rank's trainer; a [`Strategy`] says who owns
 /// what. User code sees it through [`Trainer`](crate::Trainer).
 pub struct Engine<O: Optimizer> {
@@ -65,12 +74,10 @@ pub struct Engine<O: Optimizer> {
     pub(crate) buffers: Vec<usize>,
     window: Window,
     pub(crate) bucket_caps: BucketCaps,
-    pub(crate) clipping: Option<(f64, f32)>,
+    pub(crate) clipping: Option<Clipping>,
     pub(crate) steps: u64,
     pub(crate) warned_unused: bool,
     graph: LossGraph,
-    /// What all ranks have agreed on in `clip_grad_norm`.
-    pub(crate) agreed: Option<String>,
     pub(crate) unused_parameters: UnusedParameters,
     pub(crate) non_finite: NonFinite,
     pub(crate) compare_replicas_every: u64,
@@ -163,7 +170,6 @@ impl<O: Optimizer> Engine<O> {
             steps: 0,
             warned_unused: false,
             graph,
-            agreed: None,
             unused_parameters: config.unused_parameters,
             non_finite: config.non_finite,
             compare_replicas_every: config.compare_replicas_every,
@@ -214,7 +220,6 @@ impl<O: Optimizer> Engine<O> {
         self.reducer.reset_window();
         self.forget_window();
         self.clipping = None;
-        self.agreed = None;
         Ok(())
     }
 

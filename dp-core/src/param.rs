@@ -13,6 +13,9 @@ use crate::error::{Error, Result};
 use crate::little_endian::write_le;
 use crate::memory::{Category, Ledger};
 
+/// Chooses parameters by their full names.
+pub(crate) type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+
 /// What a named tensor of the model is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]

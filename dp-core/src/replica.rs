@@ -47,12 +47,7 @@ impl ParamSpec {
 /// # Errors
 /// [`Error::ReplicaMismatch`], the same one on every rank.
 pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Result<Vec<usize>> {
-    let text = serde_json::to_vec(mine).map_err(|e| Error::invalid("parameter list", e))?;
-    let texts = comm.all_gather_bytes(&text, "parameter list")?;
-    let all: Vec<Vec<ParamSpec>> = texts
-        .iter()
-        .map(|t| serde_json::from_slice(t).map_err(|e| Error::invalid("parameter list", e)))
-        .collect::<Result<_>>()?;
+    let all: Vec<Vec<ParamSpec>> = comm.all_gather_json(&mine, "parameter list")?;
     let by_name: Vec<HashMap<&str, &ParamSpec>> = all
         .iter()
         .map(|specs| specs.iter().map(|s| (s.name.as_str(), s)).collect())
@@ -110,13 +105,8 @@ pub(crate) fn check_settings(
     comm: &dyn Communicator,
 ) -> Result<u64> {
     let number = NUM_TRAINERS.replace(NUM_TRAINERS.get() + 1);
-    let invalid = |e| Error::invalid("settings", e);
-    let text = serde_json::to_vec(&(number, mine)).map_err(invalid)?;
-    let all: Vec<(u64, Vec<(String, String)>)> = comm
-        .all_gather_bytes(&text, "settings of the trainer")?
-        .iter()
-        .map(|text| serde_json::from_slice(text).map_err(invalid))
-        .collect::<Result<_>>()?;
+    let all: Vec<(u64, Vec<(String, String)>)> =
+        comm.all_gather_json(&(number, mine), "settings of the trainer")?;
     for (i, (name, _)) in mine.iter().enumerate() {
         let value = |rank: usize| all[rank].1.get(i).map(|(_, value)| value.as_str());
         if let Some(rank) = (1..all.len()).find(|r| value(*r) != value(0)) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Request};
 use crate::config::UnusedParameters;
-use crate::engine::Engine;
+use crate::engine::{Clipping, Engine};
 use crate::error::{Error, Result};
 use crate::non_finite::{self, NonFinite};
 use crate::norm::{GradNorm, clip_factor, global_norm};
@@ -82,7 +82,6 @@ impl<O: Optimizer> Engine<O> {
         let settings = self.agreement(num_micro_batches);
         let label = format!("{settings}, clipped to {kind:?} norm {max_norm}");
         self.reducer.settle(&label)?;
-        self.agreed = Some(settings);
         let num_buckets = self.layout.buckets().len();
         let norm = self.reducer.with_strategy(|strategy| {
             let gradients: Vec<&[f32]> = (0..num_buckets)
@@ -91,7 +90,11 @@ impl<O: Optimizer> Engine<O> {
             let comm = strategy.is_sharded().then_some(self.comm.as_ref());
             global_norm(kind, &gradients, comm)
         })?;
-        self.clipping = Some((norm, clip_factor(norm, max_norm)));
+        self.clipping = Some(Clipping {
+            norm,
+            factor: clip_factor(norm, max_norm),
+            agreed: settings,
+        });
         Ok(norm)
     }
 
@@ -100,7 +103,7 @@ impl<O: Optimizer> Engine<O> {
         self.check_groups()?;
         let settings = self.agreement(num_micro_batches);
         let summary = self.reducer.settle(&settings)?;
-        if self.agreed.take().is_some_and(|agreed| agreed != settings) {
+        if self.clipping.as_ref().is_some_and(|c| c.agreed != settings) {
             // Changed since clip_grad_norm; on all ranks alike, or the label differs or a rank does not come.
             let label = format!("changed after clip_grad_norm to {settings}");
             let nothing = Buffer::from_vec::<u8>(Vec::new());
@@ -140,7 +143,7 @@ impl<O: Optimizer> Engine<O> {
             num_micro_batches,
             weight: summary.weight,
             learning_rates: optimizers.iter().map(O::learning_rate).collect(),
-            grad_norm: self.clipping.take().map(|(norm, _)| norm),
+            grad_norm: self.clipping.take().map(|c| c.norm),
             unused,
         };
         let every = self.compare_replicas_every;
@@ -203,7 +206,7 @@ impl<O: Optimizer> Engine<O> {
         optimizers: &[O],
         used: &[bool],
     ) -> Result<()> {
-        let grad_scale = self.clipping.map_or(1.0, |(_, factor)| factor);
+        let grad_scale = self.clipping.as_ref().map_or(1.0, |c| c.factor);
         let gradient = strategy.gradient(bucket)?;
         let mut states: Vec<&mut [f32]> = self.states[bucket]
             .iter_mut()

@@ -16,9 +16,7 @@ use crate::hook::{GradientSink, HookOp, HookSlot};
 use crate::init::initial_values;
 use crate::initial_values::InitialValues;
 use crate::memory::{Category, Ledger, Reservation};
-use crate::param::{Param, ParamKind};
-
-type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+use crate::param::{NamePredicate, Param, ParamKind};
 
 /// Creates the parameters of a model, with gradient hooks, through Candle's own `VarBuilder`.
 ///

@@ -17,9 +17,11 @@ mod zero2;
 
 mod gather;
 
+mod choose;
 mod optimizer;
 
 mod estimate;
 
+pub use choose::trainer;
 pub use estimate::{BytesPerElement, ModelStates, Sharding, bytes_sent_per_step};
 pub use optimizer::{ZeroConfig, ZeroOptimizer, ZeroStage};

@@ -5,10 +5,8 @@ use std::time::Duration;
 
 use candle_core::DType;
 use dp_core::memory::{CountingAllocator, heap_usage, reset_heap_peak};
-use dp_core::{
-    AdamW, DdpConfig, DistributedDataParallel, Optimizer, ParamStore, Rank, Result, Trainer, World,
-};
-use dp_zero::{ModelStates, Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
+use dp_core::{AdamW, EngineConfig, Optimizer, ParamStore, Rank, Result, Trainer, World};
+use dp_zero::{ModelStates, Sharding};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<System> = CountingAllocator::new(System);
@@ -29,22 +27,13 @@ fn trainer(strategy: Sharding, rank: &Rank) -> Result<Box<dyn Trainer<Optimizer 
             candle_nn::Init::Const(0.5),
         )?;
     }
-    let (comm, adamw) = (rank.comm(), AdamW::default());
-    let stage = match strategy {
-        Sharding::Zero1 => ZeroStage::One,
-        Sharding::Zero2 => ZeroStage::Two,
-        _ => {
-            let ddp =
-                DistributedDataParallel::with_config(store, comm, adamw, DdpConfig::default())?;
-            return Ok(Box::new(ddp));
-        }
-    };
-    Ok(Box::new(ZeroOptimizer::new(
+    dp_zero::trainer(
+        strategy,
         store,
-        comm,
-        adamw,
-        ZeroConfig::stage(stage),
-    )?))
+        rank.comm(),
+        AdamW::default(),
+        EngineConfig::default(),
+    )
 }
 
 /// Growth of this rank's heap while `f` runs, and how much of that the ledger does not explain, in bytes.

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use candle_core::Tensor;
 use dp_core::checkpoint::Checkpoint;
 use dp_core::{
-    AdamW, BucketCaps, Communicator, DdpConfig, DistributedDataParallel, Error, ParamStore, Rank,
-    Result, Trainer, World, WorldError,
+    AdamW, BucketCaps, Communicator, EngineConfig, Error, ParamStore, Rank, Result, World,
+    WorldError,
 };
-use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
+use dp_zero::Sharding;
 
 use crate::checkpoint::folder;
 use crate::faulty::{Fault, Faulty};
@@ -27,26 +27,9 @@ fn train(
         .into_iter()
         .map(|name| ones(&store, 10, name))
         .collect::<Result<_>>()?;
-    let caps = BucketCaps::new(40)?;
-    let mut trainer: Box<dyn Trainer<Optimizer = AdamW>> = match strategy {
-        Sharding::Ddp => {
-            let config = DdpConfig::default().with_bucket_caps(caps);
-            Box::new(DistributedDataParallel::with_config(
-                store,
-                comm,
-                AdamW::default(),
-                config,
-            )?)
-        }
-        _ => {
-            let stage = match strategy {
-                Sharding::Zero1 => ZeroStage::One,
-                _ => ZeroStage::Two,
-            };
-            let config = ZeroConfig::stage(stage).with_bucket_caps(caps);
-            Box::new(ZeroOptimizer::new(store, comm, AdamW::default(), config)?)
-        }
-    };
+    let mut engine = EngineConfig::default();
+    engine.bucket_caps = BucketCaps::new(40)?;
+    let mut trainer = dp_zero::trainer(strategy, store, comm, AdamW::default(), engine)?;
     for step in 0..2 {
         let mut loss = Tensor::zeros((), candle_core::DType::F32, rank.device())?;
         for (i, p) in params.iter().enumerate() {

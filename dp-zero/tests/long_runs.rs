@@ -7,41 +7,15 @@ use std::time::Duration;
 use candle_core::{DType, Tensor};
 use dp_core::memory::{CountingAllocator, heap_usage};
 use dp_core::{
-    AdamW, BucketCaps, DdpConfig, DistributedDataParallel, Loss, NonFinite, ParamStore, Rank,
-    Result, Trainer, World,
+    AdamW, BucketCaps, EngineConfig, Loss, NonFinite, ParamStore, Rank, Result, Trainer, World,
 };
-use dp_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
+use dp_zero::{Sharding, trainer};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<System> = CountingAllocator::new(System);
 
 /// What may be there in the end and not in the beginning: a container that has grown to its size late.
 const SLACK: u64 = 8 << 10;
-
-fn trainer(
-    stage: Option<ZeroStage>,
-    store: ParamStore,
-    rank: &Rank,
-) -> Result<Box<dyn Trainer<Optimizer = AdamW>>> {
-    let caps = BucketCaps::with_first(80, 80)?;
-    let (comm, adamw) = (rank.comm(), AdamW::default());
-    Ok(match stage {
-        None => {
-            let mut config = DdpConfig::default().with_bucket_caps(caps);
-            config.engine.non_finite = NonFinite::SkipStep;
-            config.engine.compare_replicas_every = 100;
-            Box::new(DistributedDataParallel::with_config(
-                store, comm, adamw, config,
-            )?)
-        }
-        Some(stage) => {
-            let mut config = ZeroConfig::stage(stage).with_bucket_caps(caps);
-            config.engine.non_finite = NonFinite::SkipStep;
-            config.engine.compare_replicas_every = 100;
-            Box::new(ZeroOptimizer::new(store, comm, adamw, config)?)
-        }
-    })
-}
 
 /// Two micro-batches, one of them without data on rank 1; clipping; every 50th step has a NaN.
 fn step(
@@ -87,7 +61,7 @@ fn held() -> (u64, usize, usize) {
 
 #[test]
 fn c54_long_runs_with_everything_on_are_flat() -> Result<()> {
-    for stage in [None, Some(ZeroStage::One), Some(ZeroStage::Two)] {
+    for sharding in [Sharding::Ddp, Sharding::Zero1, Sharding::Zero2] {
         let world = World::threads(2)?
             .with_timeout(Duration::from_secs(30))
             .with_threads_per_rank(1);
@@ -99,7 +73,11 @@ fn c54_long_runs_with_everything_on_are_flat() -> Result<()> {
             let create =
                 |i: usize| vb.get_with_hints(10, &format!("p{i}"), candle_nn::Init::Const(1.0));
             let params: Vec<Tensor> = (0..6).map(create).collect::<candle_core::Result<_>>()?;
-            let mut trainer = trainer(stage, store, &rank)?;
+            let mut engine = EngineConfig::default();
+            engine.bucket_caps = BucketCaps::with_first(80, 80)?;
+            engine.non_finite = NonFinite::SkipStep;
+            engine.compare_replicas_every = 100;
+            let mut trainer = trainer(sharding, store, rank.comm(), AdamW::default(), engine)?;
             assert_eq!(trainer.layout().buckets().len(), 3);
             // One rank measures: to count files is to open a folder.
             let (first, mut warm) = (rank.rank() == 0, None);
@@ -119,7 +97,7 @@ fn c54_long_runs_with_everything_on_are_flat() -> Result<()> {
             if let (Some(warm), Some(now)) = (warm, now) {
                 assert!(
                     now.0 <= warm.0 + SLACK,
-                    "{stage:?}: {} bytes, then {}",
+                    "{sharding:?}: {} bytes, then {}",
                     warm.0,
                     now.0
                 );

@@ -40,8 +40,14 @@ mod faults;
 /// Checkpoints: any trainer loads what any other has saved, and goes on as if nothing had happened.
 mod checkpoint;
 
-/// Checkpoints that are damaged, missing, of another model, or out of reach.
+/// What comes back from a checkpoint: each number and setting, in the right place.
+mod checkpoint_state;
+
+/// Checkpoints that cannot be written, are missing, of another model, or out of reach.
 mod checkpoint_faults;
+
+/// Files that are damaged: named, never loaded.
+mod checkpoint_damage;
 
 /// Plain files of weights: candle reads ours, we read candle's.
 mod weight_files;

@@ -46,11 +46,10 @@ pub(crate) fn agree<T: Serialize + DeserializeOwned>(
             message: other.to_string(),
         },
     };
-    let encode = serde_json::to_vec(&mine).map_err(|e| Error::invalid("checkpoint", e))?;
-    let all = comm.all_gather_bytes(&encode, label)?;
+    let all: Vec<Outcome<T>> = comm.all_gather_json(&mine, label)?;
     let mut done = Vec::with_capacity(all.len());
-    for (rank, bytes) in all.iter().enumerate() {
-        match serde_json::from_slice(bytes).map_err(|e| Error::invalid("checkpoint", e))? {
+    for (rank, outcome) in all.into_iter().enumerate() {
+        match outcome {
             Outcome::Done(value) => done.push(value),
             Outcome::Failed {
                 path,

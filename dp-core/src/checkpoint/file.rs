@@ -7,7 +7,6 @@ use std::path::Path;
 
 use candle_core::DType;
 use safetensors::tensor::{Metadata, TensorInfo};
-use sha2::{Digest, Sha256};
 
 use super::CheckpointProblem as Problem;
 use super::problem;
@@ -153,14 +152,8 @@ impl OpenFile {
 
     /// SHA-256 of the whole file, as hexadecimal digits.
     pub fn sha256(&self) -> io::Result<String> {
-        let mut hash = Sha256::new();
-        let mut input = self.reader(0)?;
-        let mut chunk = [0; CHUNK];
-        loop {
-            match input.read(&mut chunk)? {
-                0 => return Ok(hex(&hash.finalize())),
-                n => hash.update(&chunk[..n]),
-            }
-        }
+        let mut hash = Hashing::only();
+        io::copy(&mut self.reader(0)?, &mut hash)?;
+        Ok(hex(&hash.finish().1))
     }
 }

@@ -42,12 +42,7 @@ pub(crate) struct Draft {
 impl Draft {
     /// Makes the folders. One job at a time.
     pub fn create(run: &Path, step: u64) -> Result<Self> {
-        // The empty path is the current folder, which has no other name to be opened by.
-        let run = if run == Path::new("") {
-            Path::new(".")
-        } else {
-            run
-        };
+        let run = or_current(run);
         let failed = |what: &str, e: io::Error| problem(run, Problem::Io, format!("{what}: {e}"));
         if run.join(MANIFEST).exists() {
             let message = "it is a checkpoint itself; save to the folder of its run";
@@ -262,7 +257,7 @@ fn names(folder: &Path, wanted: impl Fn(&str) -> bool) -> Vec<String> {
 }
 
 /// Writes a file, and returns when it is on the disk.
-pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
+fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::create(path)?;
     file.write_all(bytes)?;
     file.sync_all()
@@ -274,14 +269,17 @@ fn create_durably(folder: &Path) -> io::Result<()> {
     let missing: Vec<&Path> = folder.ancestors().take_while(is_missing).collect();
     fs::create_dir_all(folder)?;
     for parent in missing.iter().rev().filter_map(|f| f.parent()) {
-        let parent = if parent == Path::new("") {
-            Path::new(".")
-        } else {
-            parent
-        };
-        sync_folder(parent)?;
+        sync_folder(or_current(parent))?;
     }
     Ok(())
+}
+
+/// The empty path is the current folder, which has to be called by a name to be opened.
+pub(crate) fn or_current(folder: &Path) -> &Path {
+    match folder == Path::new("") {
+        true => Path::new("."),
+        false => folder,
+    }
 }
 
 /// Makes the names in a folder durable.

@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::manifest::DataPosition;
 use crate::error::{Error, Result};
+use crate::param::NamePredicate;
 
 /// Settings of [`Trainer::save_with`](crate::Trainer::save_with). All but the rank state are the same on all ranks.
 #[derive(Debug, Clone, Default)]
@@ -67,8 +68,6 @@ pub enum HyperParameters {
     /// The trainer's stay.
     Current,
 }
-
-type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// Settings of [`Trainer::load_with`](crate::Trainer::load_with), the same on all ranks. By default everything must
 /// match.

@@ -17,7 +17,7 @@ use super::manifest::Manifest;
 use super::{VALUE, problem};
 use crate::buffer::Element;
 use crate::error::Result;
-use crate::little_endian::{CHUNK, read_le};
+use crate::little_endian::read_le;
 
 /// The key of a piece.
 pub(crate) fn piece_key(name: &str, range: &Range<usize>, state: &str) -> String {
@@ -195,15 +195,11 @@ impl Shards {
         out: &mut dyn io::Write,
     ) -> Result<()> {
         self.for_parts(name, state, range, element_size, |part, input| {
-            let mut left = part.len() * element_size;
-            let mut chunk = [0; CHUNK];
-            while left > 0 {
-                let bytes = &mut chunk[..left.min(CHUNK)];
-                input.read_exact(bytes)?;
-                out.write_all(bytes)?;
-                left -= bytes.len();
+            let bytes = (part.len() * element_size) as u64;
+            match io::copy(&mut input.take(bytes), out)? == bytes {
+                true => Ok(()),
+                false => Err(io::ErrorKind::UnexpectedEof.into()),
             }
-            Ok(())
         })
     }
 

@@ -2,12 +2,12 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::CheckpointProblem as Problem;
 use super::agree::rank_0;
 use super::file::{Item, write_file};
-use super::folder::{self, sync_folder};
+use super::folder::{self, or_current, sync_folder};
 use super::options::LoadOptions;
 use super::problem;
 use crate::engine::Engine;
@@ -42,10 +42,6 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
     part.push(name);
     part.push(format!(".{nonce:08x}.part"));
     let part = path.with_file_name(part);
-    let folder = match path.parent() {
-        Some(parent) if parent != Path::new("") => parent.to_path_buf(),
-        _ => PathBuf::from("."),
-    };
     // The name of the part is not one that the caller knows.
     let written = write_file(&part, items).map_err(|e| match e {
         Error::Checkpoint {
@@ -57,7 +53,7 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
     });
     let renamed = written.and_then(|_| {
         std::fs::rename(&part, path)
-            .and_then(|()| sync_folder(&folder))
+            .and_then(|()| sync_folder(or_current(path.parent().unwrap_or(path))))
             .map_err(|e| problem(path, Problem::Io, format!("cannot be written: {e}")))
     });
     if renamed.is_err() {

@@ -28,6 +28,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::DType;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
@@ -227,6 +229,20 @@ impl dyn Communicator + '_ {
         self.start(Request::new(Collective::Barrier, ""), nothing)?
             .wait()
             .map(drop)
+    }
+
+    /// Gives every rank the values of all ranks, in rank order; they travel as JSON.
+    pub(crate) fn all_gather_json<T: DeserializeOwned>(
+        &self,
+        mine: &impl Serialize,
+        label: &str,
+    ) -> Result<Vec<T>> {
+        let wrong = |e| Error::invalid("JSON", format!("{label}: {e}"));
+        let mine = serde_json::to_vec(mine).map_err(wrong)?;
+        let all = self.all_gather_bytes(&mine, label)?;
+        all.iter()
+            .map(|text| serde_json::from_slice(text).map_err(wrong))
+            .collect()
     }
 
     /// Gives every rank the byte strings of all ranks, in rank order; they may differ in length.

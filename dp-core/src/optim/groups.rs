@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use super::Optimizer;
 use crate::error::{Error, Result};
-
-type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+use crate::param::NamePredicate;
 
 /// Parameters that share hyper-parameters.
 #[derive(Clone)]

@@ -65,18 +65,10 @@ impl Heads {
 /// `softmax(q k^T / sqrt(E) + causal mask) v` for each head: `qkv` `[B T, 3 D]` to `out` `[B T, D]`.
 pub(crate) fn attention_forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
     let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
-    match rayon::current_num_threads() {
-        1 => {
-            let sequences = out.chunks_exact_mut(len_out).zip(qkv.chunks_exact(len_in));
-            sequences.for_each(|(out, qkv)| forward(qkv, heads, out));
-        }
-        _ => {
-            let sequences = out
-                .par_chunks_exact_mut(len_out)
-                .zip(qkv.par_chunks_exact(len_in));
-            sequences.for_each(|(out, qkv)| forward(qkv, heads, out));
-        }
-    }
+    let sequences = out
+        .par_chunks_exact_mut(len_out)
+        .zip(qkv.par_chunks_exact(len_in));
+    sequences.for_each(|(out, qkv)| forward(qkv, heads, out));
 }
 
 /// One sequence.
@@ -109,26 +101,14 @@ pub(crate) fn attention_backward(
     grad_qkv: &mut [f32],
 ) {
     let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
-    match rayon::current_num_threads() {
-        1 => {
-            let outputs = out.chunks_exact(len_out).zip(grad.chunks_exact(len_out));
-            let inputs = grad_qkv
-                .chunks_exact_mut(len_in)
-                .zip(qkv.chunks_exact(len_in));
-            let sequences = inputs.zip(outputs);
-            sequences.for_each(|((dqkv, qkv), (out, grad))| backward(qkv, out, grad, heads, dqkv));
-        }
-        _ => {
-            let outputs = out
-                .par_chunks_exact(len_out)
-                .zip(grad.par_chunks_exact(len_out));
-            let inputs = grad_qkv
-                .par_chunks_exact_mut(len_in)
-                .zip(qkv.par_chunks_exact(len_in));
-            let sequences = inputs.zip(outputs);
-            sequences.for_each(|((dqkv, qkv), (out, grad))| backward(qkv, out, grad, heads, dqkv));
-        }
-    }
+    let outputs = out
+        .par_chunks_exact(len_out)
+        .zip(grad.par_chunks_exact(len_out));
+    let inputs = grad_qkv
+        .par_chunks_exact_mut(len_in)
+        .zip(qkv.par_chunks_exact(len_in));
+    let sequences = inputs.zip(outputs);
+    sequences.for_each(|((dqkv, qkv), (out, grad))| backward(qkv, out, grad, heads, dqkv));
 }
 
 /// One sequence. With the probabilities `P` of a tile: `dV += P^T dO`, `dP = dO V^T`,

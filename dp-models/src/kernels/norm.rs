@@ -20,13 +20,8 @@ fn mean_and_rstd(x: &[f32], eps: f32) -> (f32, f32) {
 /// `y = (x - mean) / sqrt(var + eps) * weight + bias` for each row of `x`.
 pub(crate) fn layer_norm_forward(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, y: &mut [f32]) {
     let chunk = ROWS * weight.len().max(1);
-    let parts = y.chunks_mut(chunk).zip(x.chunks(chunk));
-    if rayon::current_num_threads() == 1 {
-        parts.for_each(|(y, x)| forward_rows(x, weight, bias, eps, y));
-    } else {
-        let parts = y.par_chunks_mut(chunk).zip(x.par_chunks(chunk));
-        parts.for_each(|(y, x)| forward_rows(x, weight, bias, eps, y));
-    }
+    let parts = y.par_chunks_mut(chunk).zip(x.par_chunks(chunk));
+    parts.for_each(|(y, x)| forward_rows(x, weight, bias, eps, y));
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
@@ -51,27 +46,17 @@ pub(crate) fn layer_norm_backward(
 ) -> (Vec<f32>, Vec<f32>) {
     let width = weight.len();
     let chunk = ROWS * width.max(1);
-    let part = |((dx, x), grad): ((&mut [f32], &[f32]), &[f32])| {
+    let parts = grad_x
+        .par_chunks_mut(chunk)
+        .zip(x.par_chunks(chunk))
+        .zip(grad.par_chunks(chunk));
+    let parts = parts.map(|((dx, x), grad)| {
         let mut sums = vec![0f32; 2 * width];
         let (dw, db) = sums.split_at_mut(width);
         backward_rows(x, weight, grad, eps, dx, dw, db);
         sums
-    };
-    let parts: Vec<Vec<f32>> = if rayon::current_num_threads() == 1 {
-        grad_x
-            .chunks_mut(chunk)
-            .zip(x.chunks(chunk))
-            .zip(grad.chunks(chunk))
-            .map(part)
-            .collect()
-    } else {
-        grad_x
-            .par_chunks_mut(chunk)
-            .zip(x.par_chunks(chunk))
-            .zip(grad.par_chunks(chunk))
-            .map(part)
-            .collect()
-    };
+    });
+    let parts: Vec<Vec<f32>> = parts.collect();
     let mut total = vec![0f32; 2 * width];
     for part in parts {
         total.iter_mut().zip(part).for_each(|(t, p)| *t += p);

@@ -11,12 +11,12 @@ use candle_core::{DType, Module, Tensor};
 use candle_nn::ModuleT;
 use clap::{Parser, ValueEnum};
 use dp_core::{
-    AdamW, DataPosition, DdpConfig, DistributedDataParallel, DistributedSampler, Error,
-    LoadOptions, ParamStore, Rank, SaveOptions, Trainer, World,
+    AdamW, DataPosition, DistributedSampler, EngineConfig, Error, LoadOptions, ParamStore, Rank,
+    SaveOptions, World,
 };
 use dp_examples::wines;
 use dp_models::Dropout;
-use dp_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
+use dp_zero::{Sharding, trainer};
 
 const SEED: u64 = 7;
 const BATCH: usize = 48;
@@ -47,27 +47,14 @@ enum Strategy {
     Zero2,
 }
 
-fn trainer(
-    strategy: Strategy,
-    store: ParamStore,
-    rank: &Rank,
-) -> dp_core::Result<Box<dyn Trainer<Optimizer = AdamW>>> {
-    let (comm, adamw) = (rank.comm(), AdamW::with_lr(3e-3));
-    let stage = match strategy {
-        Strategy::Ddp => {
-            let ddp =
-                DistributedDataParallel::with_config(store, comm, adamw, DdpConfig::default())?;
-            return Ok(Box::new(ddp));
+impl From<Strategy> for Sharding {
+    fn from(strategy: Strategy) -> Self {
+        match strategy {
+            Strategy::Ddp => Self::Ddp,
+            Strategy::Zero1 => Self::Zero1,
+            Strategy::Zero2 => Self::Zero2,
         }
-        Strategy::Zero1 => ZeroStage::One,
-        Strategy::Zero2 => ZeroStage::Two,
-    };
-    Ok(Box::new(ZeroOptimizer::new(
-        store,
-        comm,
-        adamw,
-        ZeroConfig::stage(stage),
-    )?))
+    }
 }
 
 fn main() -> anyhow::Result<()> {
@@ -83,7 +70,14 @@ fn train(options: &Options, rank: &Rank) -> anyhow::Result<()> {
     let hidden = candle_nn::linear(wines::FEATURES, 64, vb.pp("hidden"))?;
     let output = candle_nn::linear(64, 1, vb.pp("output"))?;
     let dropout = Dropout::new(0.1, rank.seed(SEED))?;
-    let mut trainer = trainer(options.strategy, store, rank)?;
+    let (comm, adamw) = (rank.comm(), AdamW::with_lr(3e-3));
+    let mut trainer = trainer(
+        options.strategy.into(),
+        store,
+        comm,
+        adamw,
+        EngineConfig::default(),
+    )?;
 
     let sampler =
         DistributedSampler::new(x.dim(0)?, rank.world_size(), rank.rank())?.with_shuffle(SEED);

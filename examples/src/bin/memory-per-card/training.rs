@@ -5,11 +5,10 @@ use std::time::Instant;
 use candle_core::{DType, Tensor};
 use dp_core::memory::{heap_usage, reset_heap_peak};
 use dp_core::{
-    AdamW, DistributedDataParallel, DistributedSampler, ParamStore, Rank, Trainer, World,
-    weighted_mean,
+    AdamW, DistributedSampler, EngineConfig, ParamStore, Rank, Trainer, World, weighted_mean,
 };
 use dp_models::Gpt;
-use dp_zero::{ModelStates, Sharding, ZeroConfig, ZeroOptimizer, ZeroStage, bytes_sent_per_step};
+use dp_zero::{ModelStates, Sharding, bytes_sent_per_step};
 use indicatif::ProgressBar;
 
 use crate::options::Job;
@@ -67,24 +66,10 @@ fn train_rank(
     let store = ParamStore::new(rank.device()).with_seed(job.options.seed);
     let model = Gpt::new(&job.model, store.var_builder(DType::F32))?;
     let optimizer = AdamW::with_lr(job.options.lr);
-    match sharding {
-        Sharding::Ddp => {
-            let config = dp_core::DdpConfig::default().with_bucket_caps(job.bucket_caps);
-            let trainer =
-                DistributedDataParallel::with_config(store, rank.comm(), optimizer, config)?;
-            run_steps(job, sharding, rank, &model, trainer, heap_before, progress)
-        }
-        Sharding::Zero1 | Sharding::Zero2 => {
-            let stage = match sharding {
-                Sharding::Zero1 => ZeroStage::One,
-                _ => ZeroStage::Two,
-            };
-            let config = ZeroConfig::stage(stage).with_bucket_caps(job.bucket_caps);
-            let trainer = ZeroOptimizer::new(store, rank.comm(), optimizer, config)?;
-            run_steps(job, sharding, rank, &model, trainer, heap_before, progress)
-        }
-        Sharding::Zero3 => anyhow::bail!("zero3 is estimated only, there is no trainer for it"),
-    }
+    let mut engine = EngineConfig::default();
+    engine.bucket_caps = job.bucket_caps;
+    let trainer = dp_zero::trainer(sharding, store, rank.comm(), optimizer, engine)?;
+    run_steps(job, sharding, rank, &model, trainer, heap_before, progress)
 }
 
 fn run_steps(
@@ -92,7 +77,7 @@ fn run_steps(
     sharding: Sharding,
     rank: &Rank,
     model: &Gpt,
-    mut trainer: impl Trainer,
+    mut trainer: Box<dyn Trainer<Optimizer = AdamW>>,
     heap_before: u64,
     progress: &ProgressBar,
 ) -> anyhow::Result<RankRun> {
