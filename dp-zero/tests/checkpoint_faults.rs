@@ -192,6 +192,13 @@ fn a_checkpoint_is_never_written_to() {
         }
         let (_, _, message) = parts(trainer.export_safetensors(&run));
         assert!(message.contains("not a regular file"), "{message}");
+        // A file that is merely called as a manifest is does not make its folder a checkpoint.
+        let other = run.with_file_name("other");
+        if rank.rank() == 0 {
+            std::fs::create_dir(&other).unwrap();
+            std::fs::write(other.join("manifest.json"), "{}").unwrap();
+        }
+        trainer.export_safetensors(&other.join("weights.safetensors"))?;
         Checkpoint::open(&run)?.verify()
     });
 }

@@ -19,6 +19,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use super::CheckpointProblem as Problem;
+use super::manifest::is_shard_name;
 use super::problem;
 use crate::error::Result;
 
@@ -44,7 +45,7 @@ impl Draft {
     pub fn create(run: &Path, step: u64) -> Result<Self> {
         let run = or_current(run);
         let failed = |what: &str, e: io::Error| problem(run, Problem::Io, format!("{what}: {e}"));
-        if run.join(MANIFEST).exists() {
+        if is_checkpoint(run) {
             let message = "it is a checkpoint itself; save to the folder of its run";
             return Err(problem(run, Problem::Io, message));
         }
@@ -272,6 +273,11 @@ fn create_durably(folder: &Path) -> io::Result<()> {
         sync_folder(or_current(parent))?;
     }
     Ok(())
+}
+
+/// Is `folder` that of one checkpoint? A file that happens to be called as the manifest is does not make it one.
+pub(crate) fn is_checkpoint(folder: &Path) -> bool {
+    folder.join(MANIFEST).exists() && !names(folder, is_shard_name).is_empty()
 }
 
 /// The empty path is the current folder, which has to be called by a name to be opened.

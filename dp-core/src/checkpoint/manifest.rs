@@ -300,3 +300,14 @@ impl RankRecord {
 pub(crate) fn shard_name(rank: usize, world_size: usize) -> String {
     format!("rank-{rank:05}-of-{world_size:05}.safetensors")
 }
+
+/// Is it a name that [`shard_name`] gives?
+pub(crate) fn is_shard_name(name: &str) -> bool {
+    let numbers = name
+        .strip_prefix("rank-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"))
+        .and_then(|rest| rest.split_once("-of-"));
+    numbers.is_some_and(|(rank, world_size)| {
+        rank.parse::<usize>().is_ok() && world_size.parse::<usize>().is_ok()
+    })
+}

@@ -22,12 +22,13 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
     let Some(name) = path.file_name() else {
         return Err(problem(path, Problem::Io, "it is not the path of a file"));
     };
-    let beside = |other: &str| path.with_file_name(other).exists();
-    if beside(folder::MANIFEST) || (name == folder::LATEST && beside(folder::LOCK)) {
+    let parent = or_current(path.parent().unwrap_or(path));
+    let is_latest = name == folder::LATEST && parent.join(folder::LOCK).exists();
+    if is_latest || folder::is_checkpoint(parent) {
         return Err(problem(
             path,
             Problem::Io,
-            "it would be among the files of a checkpoint",
+            "it would be among the files of a checkpoint; name a file outside of that folder",
         ));
     }
     if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
@@ -53,7 +54,7 @@ pub(crate) fn write_atomically(path: &Path, items: Vec<Item<'_>>) -> Result<()> 
     });
     let renamed = written.and_then(|_| {
         std::fs::rename(&part, path)
-            .and_then(|()| sync_folder(or_current(path.parent().unwrap_or(path))))
+            .and_then(|()| sync_folder(parent))
             .map_err(|e| problem(path, Problem::Io, format!("cannot be written: {e}")))
     });
     if renamed.is_err() {
