@@ -1,7 +1,7 @@
 //! The layout of gradient buckets: which parameter lies where.
 //!
 //! Trained parameters, in *reverse creation order* (about the order in which their gradients appear), fill flat buckets
-//! up to a cap. Each bucket is padded to a multiple of the world size `N`, and slice `r` of every bucket,
+//! up to a cap; each dtype has its own. Each bucket is padded to a multiple of the world size `N`, and slice `r` of every bucket,
 //! `[r * padded_len / N, (r+1) * padded_len / N)`, belongs to rank `r` where state is sharded; parameter boundaries do
 //! not matter. This is Megatron-LM's distributed-optimizer layout; caps are those of PyTorch's
 //! `DistributedDataParallel` (`bucket_cap_mb` 25, first bucket 1 MiB).
@@ -9,10 +9,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use candle_core::DType;
+
 use crate::error::{Error, Result};
 use crate::param::{Param, ParamKind};
+use crate::precision::GradAccumDType;
 
-/// Size limits of gradient buckets.
+/// Size limits of gradient buckets, in bytes of the gradients as they are kept ([`GradAccumDType`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketCaps {
     first: usize,
@@ -83,6 +86,10 @@ pub struct BucketSlot {
 pub struct Bucket {
     /// The parameters, in bucket order.
     pub slots: Vec<BucketSlot>,
+    /// The dtype of the parameters.
+    pub dtype: DType,
+    /// The dtype of their gradients between backward and step.
+    pub grad_dtype: DType,
     /// Elements with the padding: a multiple of the world size.
     pub padded_len: usize,
     /// `bucket 0: w, b`: goes with the bucket's collectives.
@@ -146,16 +153,25 @@ pub struct BucketLayout {
 }
 
 impl BucketLayout {
-    /// Lays out the trained ones of `params`, f32, for `world_size` ranks. `order` lists all positions in `params` in
-    /// creation order, and is the same on all ranks. A parameter larger than the cap gets a bucket of its own.
-    pub fn new(params: &[Param], order: &[usize], caps: BucketCaps, world_size: usize) -> Self {
+    /// Lays out the trained ones of `params` for `world_size` ranks. `order` lists all positions in `params` in creation
+    /// order, and is the same on all ranks. A parameter larger than the cap gets a bucket of its own.
+    ///
+    /// One bucket per dtype is filled at a time, so that a few parameters of another dtype (f32 norms in a bf16 model) share
+    /// a bucket. Buckets are numbered in the order in which they are complete.
+    pub fn new(
+        params: &[Param],
+        order: &[usize],
+        caps: BucketCaps,
+        grad_accum: GradAccumDType,
+        world_size: usize,
+    ) -> Self {
         let mut layout = Self {
             buckets: Vec::new(),
             world_size,
             places: vec![None; params.len()],
             prefix: String::new(),
         };
-        let mut slots: Vec<BucketSlot> = Vec::new();
+        let mut filling: Vec<(DType, Vec<BucketSlot>)> = Vec::new();
         for &param_idx in order.iter().rev() {
             let param = &params[param_idx];
             if param.kind() != ParamKind::Trained {
@@ -166,24 +182,37 @@ impl BucketLayout {
             } else {
                 caps.rest
             };
+            let dtype = param.tensor().dtype();
+            let mut slots = match filling.iter().position(|(d, _)| *d == dtype) {
+                // The one that was added to last is closed last.
+                Some(at) => filling.remove(at).1,
+                None => Vec::new(),
+            };
             let mut start = slots.last().map_or(0, |s| s.range.end);
-            let bytes = (start + param.num_elements()) * size_of::<f32>();
+            let bytes = (start + param.num_elements()) * grad_accum.of(dtype).size_in_bytes();
             if bytes > cap && start > 0 {
-                layout.close(std::mem::take(&mut slots), params);
+                layout.close(std::mem::take(&mut slots), params, dtype, grad_accum);
                 start = 0;
             }
             slots.push(BucketSlot {
                 param_idx,
                 range: start..start + param.num_elements(),
             });
+            filling.push((dtype, slots));
         }
-        if !slots.is_empty() {
-            layout.close(slots, params);
+        for (dtype, slots) in filling {
+            layout.close(slots, params, dtype, grad_accum);
         }
         layout
     }
 
-    fn close(&mut self, slots: Vec<BucketSlot>, params: &[Param]) {
+    fn close(
+        &mut self,
+        slots: Vec<BucketSlot>,
+        params: &[Param],
+        dtype: DType,
+        grad_accum: GradAccumDType,
+    ) {
         let index = self.buckets.len();
         for (i, slot) in slots.iter().enumerate() {
             self.places[slot.param_idx] = Some((index, i));
@@ -192,6 +221,8 @@ impl BucketLayout {
         let len = slots.last().map_or(0, |s| s.range.end);
         self.buckets.push(Bucket {
             padded_len: len.next_multiple_of(self.world_size),
+            dtype,
+            grad_dtype: grad_accum.of(dtype),
             label: format!("bucket {index}: {}", names.join(", ")).into(),
             slots,
         });

@@ -1,10 +1,13 @@
 //! Flat, owned blocks of numbers: what collectives take, fill and give back.
 
+use std::ops::Range;
+
 use candle_core::{CpuStorage, DType};
 use half::{bf16, f16};
 
 use crate::error::{Error, Result};
 use crate::memory::{Category, Ledger, Reservation};
+use crate::precision::{add, with_trainable};
 
 mod sealed {
     pub trait Sealed {}
@@ -300,6 +303,35 @@ impl Buffer {
     pub fn resize(&mut self, len: usize) {
         with_element!(self.storage_dtype(), T => if let Some(v) = T::vec_mut(&mut self.storage) {
             v.resize(len, T::ZERO);
+        })
+    }
+
+    /// Sets elements `range` to zero.
+    pub fn fill_zero(&mut self, range: Range<usize>) {
+        with_element!(self.storage_dtype(), T => if let Some(v) = T::vec_mut(&mut self.storage) {
+            v[range].fill(T::ZERO);
+        })
+    }
+
+    /// Becomes a copy of elements `range` of `other`, which has the same dtype.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for another dtype.
+    pub fn copy_from(&mut self, other: &Self, range: Range<usize>) -> Result<()> {
+        with_element!(self.dtype(), T => {
+            self.as_mut_slice::<T>()?.copy_from_slice(&other.as_slice::<T>()?[range]);
+        });
+        Ok(())
+    }
+
+    /// Adds elements `range` of `other`, floats of the same dtype. 16-bit sums are rounded once.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for another dtype, and for what is not trained.
+    pub fn add_from(&mut self, other: &Self, range: Range<usize>) -> Result<()> {
+        with_trainable!(self.dtype(), T => {
+            add::<T, T>(&other.as_slice::<T>()?[range], self.as_mut_slice::<T>()?);
+            Ok(())
         })
     }
 

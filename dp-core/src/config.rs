@@ -1,7 +1,12 @@
 //! Settings that all strategies share.
 
+use candle_core::DType;
+
 use crate::bucket::BucketCaps;
+use crate::error::Result;
+use crate::loss_scale::LossScaling;
 use crate::non_finite::NonFinite;
+use crate::precision::{GradAccumDType, is_trainable, not_trainable};
 
 /// Settings that all strategies share.
 #[derive(Debug, Clone)]
@@ -22,6 +27,20 @@ pub struct EngineConfig {
     pub non_finite: NonFinite,
     /// Compare the parameters of all ranks after every so many steps; 0 never. Costs a SHA-256 of the parameters.
     pub compare_replicas_every: u64,
+    /// What the gradients of 16-bit parameters are kept in.
+    pub grad_accum_dtype: GradAccumDType,
+    /// The dtype in which gradients travel (`communication_data_type` in DeepSpeed): f32, f16 or bf16. `None`: the one they are
+    /// kept in. 16 bits halve the traffic of f32 gradients, and cost two roundings: each rank's gradient is rounded, they are
+    /// added in f32, and the mean is rounded. With `u` = 2^-8 (bf16) or 2^-11 (f16), to first order
+    ///
+    /// ```text
+    /// |error of the mean| <= u (mean over ranks of |g| + |mean of g|)
+    /// ```
+    ///
+    /// In f16 numbers above 65504 become infinite, and those below 6e-8 are lost.
+    pub communication_dtype: Option<DType>,
+    /// What losses are multiplied by, for f16 models.
+    pub loss_scaling: LossScaling,
 }
 
 impl EngineConfig {
@@ -40,7 +59,27 @@ impl EngineConfig {
                 "compare_replicas_every",
                 self.compare_replicas_every.to_string(),
             ),
+            ("grad_accum_dtype", format!("{:?}", self.grad_accum_dtype)),
+            (
+                "communication_dtype",
+                format!("{:?}", self.communication_dtype),
+            ),
+            ("loss_scaling", format!("{:?}", self.loss_scaling)),
         ]
+    }
+
+    /// Refuses values outside their range.
+    pub(crate) fn validate(&self) -> Result<()> {
+        match self.communication_dtype {
+            Some(dtype) if !is_trainable(dtype) => Err(not_trainable("communication_dtype", dtype)),
+            _ => self.loss_scaling.validate(),
+        }
+    }
+
+    /// True if steps with NaN or infinite gradients are skipped.
+    pub(crate) fn skips_non_finite(&self) -> bool {
+        self.non_finite == NonFinite::SkipStep
+            || matches!(self.loss_scaling, LossScaling::Dynamic(_))
     }
 }
 
@@ -63,6 +102,9 @@ impl Default for EngineConfig {
             unused_parameters: UnusedParameters::default(),
             non_finite: NonFinite::default(),
             compare_replicas_every: 0,
+            grad_accum_dtype: GradAccumDType::default(),
+            communication_dtype: None,
+            loss_scaling: LossScaling::default(),
         }
     }
 }

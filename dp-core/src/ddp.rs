@@ -160,11 +160,7 @@ impl Strategy for Replicated {
         Ok(())
     }
 
-    fn gradient(&self, bucket: usize) -> Result<&[f32]> {
-        self.gradients.get(bucket)?.as_slice()
-    }
-
-    fn gradient_mut(&mut self, bucket: usize) -> Result<&mut [f32]> {
-        self.gradients.get_mut(bucket)?.as_mut_slice()
+    fn gradient(&self, bucket: usize) -> Result<(&Buffer, Range<usize>)> {
+        Ok((self.gradients.get(bucket)?, self.owned(bucket)))
     }
 }

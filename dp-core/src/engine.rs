@@ -4,21 +4,22 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use sha2::{Digest, Sha256};
 
 use crate::bucket::{BucketCaps, BucketLayout};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, with_element};
 use crate::comm::Communicator;
 use crate::config::{EngineConfig, UnusedParameters};
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
 use crate::loss::Loss;
 use crate::loss_graph::LossGraph;
+use crate::loss_scale::{LossScale, LossScaling};
+use crate::masters::Masters;
 use crate::memory::Category;
-use crate::non_finite::NonFinite;
 use crate::optim::{LrSchedule, Optimizer, ParamGroups};
-use crate::param::{Param, ParamKind};
+use crate::param::{Param, ParamKind, with_values, with_values_mut};
 use crate::reducer::Reducer;
 use crate::replica::{
     ParamSpec, broadcast_values, check_replicas, check_settings, check_trainable,
@@ -79,9 +80,11 @@ pub struct Engine<O: Optimizer> {
     pub(crate) warned_unused: bool,
     graph: LossGraph,
     pub(crate) unused_parameters: UnusedParameters,
-    pub(crate) non_finite: NonFinite,
+    pub(crate) skips_non_finite: bool,
     pub(crate) compare_replicas_every: u64,
     pub(crate) schedule: LrSchedule,
+    pub(crate) masters: Masters,
+    pub(crate) loss_scale: LossScale,
 }
 
 impl<O: Optimizer> Engine<O> {
@@ -101,6 +104,7 @@ impl<O: Optimizer> Engine<O> {
         ) -> Result<Box<dyn Strategy>>,
     ) -> Result<Self> {
         groups.validate()?;
+        config.validate()?;
         store.seal();
         let params: Arc<[Param]> = store.params().into();
         let specs: Vec<ParamSpec> = params.iter().map(ParamSpec::of).collect();
@@ -119,12 +123,30 @@ impl<O: Optimizer> Engine<O> {
             tracing::warn!(names = ?unused_values, "the file of initial values has tensors that the model does not use");
         }
 
-        let layout = BucketLayout::new(&params, &order, config.bucket_caps, comm.world_size())
-            .of_trainer(number);
+        let layout = BucketLayout::new(
+            &params,
+            &order,
+            config.bucket_caps,
+            config.grad_accum_dtype,
+            comm.world_size(),
+        )
+        .of_trainer(number);
+        let loss_scale = LossScale::new(config.loss_scaling)?;
+        let is_f16 = |p: &Param| p.tensor().dtype() == DType::F16;
+        if config.loss_scaling != LossScaling::Off && !params.iter().any(is_f16) {
+            tracing::warn!(
+                "loss scaling is on, but no parameter is f16; bf16 and f32 have the range for small gradients without it"
+            );
+        }
         let strategy = strategy(&layout, &store, comm.as_ref())?;
-        let states = (0..layout.buckets().len())
-            .map(|bucket| {
-                let len = strategy.owned(bucket).len();
+        let owned: Vec<Range<usize>> = (0..layout.buckets().len())
+            .map(|bucket| strategy.owned(bucket))
+            .collect();
+        let masters = Masters::new(&layout, &params, &owned, store.ledger())?;
+        let states = owned
+            .iter()
+            .map(|owned| {
+                let len = owned.len();
                 let state =
                     |_| Buffer::reserved(DType::F32, len, store.ledger(), Category::Optimizer);
                 (0..groups.num_states()).map(state).collect()
@@ -146,6 +168,7 @@ impl<O: Optimizer> Engine<O> {
             order.clone(),
             strategy,
             config,
+            store.ledger(),
         ));
         let sink: Weak<Reducer> = Arc::downgrade(&reducer);
         store.listen(sink as Weak<dyn GradientSink>);
@@ -171,9 +194,11 @@ impl<O: Optimizer> Engine<O> {
             warned_unused: false,
             graph,
             unused_parameters: config.unused_parameters,
-            non_finite: config.non_finite,
+            skips_non_finite: config.skips_non_finite(),
             compare_replicas_every: config.compare_replicas_every,
             schedule: LrSchedule::default(),
+            masters,
+            loss_scale,
         })
     }
 
@@ -181,7 +206,7 @@ impl<O: Optimizer> Engine<O> {
     pub(crate) fn backward(&mut self, loss: Loss<'_>, num_before: usize, last: bool) -> Result<()> {
         let used = loss.tensor().map(|loss| self.graph.used_by(loss));
         let used = used.transpose()?.unwrap_or_default();
-        let loss = loss.weighted()?;
+        let loss = loss.weighted(self.loss_scale.scale())?;
         let expected = match num_before {
             0 => Window::Empty,
             done => Window::Open { done },
@@ -235,6 +260,46 @@ impl<O: Optimizer> Engine<O> {
             Window::HalfLoaded => Err(self.out_of_order(call)),
             _ => Ok(()),
         }
+    }
+
+    /// Gives all ranks rank 0's values, and makes them the masters of the parameters that satisfy `wanted`.
+    pub(crate) fn adopt(&mut self, wanted: impl Fn(&Param) -> bool) -> Result<()> {
+        let is_wanted = |i: &usize| wanted(&self.params[*i]);
+        let order = self.order.iter().copied().filter(is_wanted);
+        broadcast_values(&self.params, order, self.comm.as_ref(), self.store.ledger())?;
+        let owned = self.owned();
+        let (layout, params) = (&self.layout, &self.params);
+        self.masters
+            .refresh(layout, params, &owned, |i| wanted(&params[i]))?;
+        self.mark_update()
+    }
+
+    pub(crate) fn refresh_masters(&mut self) -> Result<()> {
+        self.require_whole("refresh_masters")?;
+        let outcome = self.adopt(|_| true);
+        self.reducer.remember_failure(outcome)
+    }
+
+    pub(crate) fn set_parameter(&mut self, name: &str, values: &Tensor) -> Result<()> {
+        self.require_empty_window("set_parameter")?;
+        let param = self.store.get(name);
+        let param = param
+            .ok_or_else(|| Error::parameter(name, "the model has no parameter of this name"))?;
+        let own = param.tensor();
+        if values.shape() != own.shape() {
+            let (got, expected) = (values.shape(), own.shape());
+            let message = format!("values of shape {got:?}, expected {expected:?}");
+            return Err(Error::parameter(name, message));
+        }
+        let values = values.to_dtype(own.dtype())?.to_device(&Device::Cpu)?;
+        let values = values.contiguous()?;
+        with_element!(own.dtype(), T => {
+            with_values::<T, _>(&values, |values| {
+                with_values_mut::<T, _>(own, |own| own.copy_from_slice(values))
+            })??
+        });
+        let outcome = self.adopt(|p| p.name() == name);
+        self.reducer.remember_failure(outcome)
     }
 
     /// The elements of each bucket that this rank owns.

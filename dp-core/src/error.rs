@@ -110,6 +110,16 @@ pub enum Error {
         step: u64,
     },
 
+    /// A 16-bit parameter is not its f32 master rounded: something other than the trainer has written it.
+    #[error(
+        "parameter `{parameter}` was changed since the last step, but not through the trainer, so its f32 master is another \
+         one; to keep the change, call refresh_masters on all ranks, or use set_parameter or import_safetensors instead"
+    )]
+    Altered {
+        /// The first such parameter in rank 0's creation order.
+        parameter: String,
+    },
+
     /// Parameters that should be trained got no gradient on any rank, and the trainer was told to be strict.
     #[error(
         "no rank computed a gradient for: {}; freeze them (ParamStore::with_frozen) if they should not be trained, else \

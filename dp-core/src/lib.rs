@@ -51,15 +51,21 @@ mod little_endian;
 mod param;
 mod store;
 
+mod precision;
+
 pub mod bucket;
+mod buffer_pool;
 mod loss;
 mod loss_graph;
+mod loss_scale;
 mod reducer;
 mod replica;
 pub mod strategy;
 
 pub mod optim;
 
+mod masters;
+mod mean_gradient;
 mod non_finite;
 mod norm;
 mod summary;
@@ -89,12 +95,14 @@ pub use config::{EngineConfig, UnusedParameters};
 pub use ddp::{DdpConfig, DistributedDataParallel};
 pub use error::{Error, Result};
 pub use loss::Loss;
+pub use loss_scale::{DynamicLossScale, LossScaleState, LossScaling};
 pub use memory::{Ledger, LedgerSnapshot};
 pub use metrics::{max_over_ranks, weighted_mean};
 pub use non_finite::NonFinite;
 pub use norm::GradNorm;
 pub use optim::{AdamW, LrSchedule, Optimizer, ParamGroup, ParamGroups, Sgd};
 pub use param::{Param, ParamKind};
+pub use precision::GradAccumDType;
 pub use sampler::{DistributedSampler, Remainder};
 pub use step::{SkipReason, StepReport};
 pub use store::ParamStore;

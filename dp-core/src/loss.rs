@@ -1,6 +1,6 @@
 //! The loss of one rank's micro-batch, and what it weighs in the mean over all ranks.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
@@ -58,7 +58,8 @@ impl Loss<'_> {
         }
     }
 
-    pub(crate) fn weighted(self) -> Result<WeightedLoss> {
+    /// `scale`: all losses are multiplied by it.
+    pub(crate) fn weighted(self, scale: f64) -> Result<WeightedLoss> {
         let (loss, weight, kind) = match self {
             Self::PerRank(loss) => (loss, 1, Some(WeightKind::PerRank)),
             Self::Mean { loss, count } | Self::Sum { loss, count } => {
@@ -79,10 +80,16 @@ impl Loss<'_> {
                 format!("must be one number, got shape {shape:?}"),
             ));
         }
-        let tensor = match self {
+        let factor = match self {
+            Self::Mean { .. } => scale * weight as f64,
+            _ => scale,
+        };
+        let tensor = match loss.dtype() {
             _ if weight == 0 => None,
-            Self::Mean { .. } => Some((loss * weight as f64)?),
-            _ => Some(loss.clone()),
+            _ if factor == 1.0 => Some(loss.clone()),
+            // The product may be out of the range of f16, and would be rounded.
+            DType::F16 | DType::BF16 => Some((loss.to_dtype(DType::F32)? * factor)?),
+            _ => Some((loss * factor)?),
         };
         Ok(WeightedLoss {
             tensor,

@@ -20,14 +20,18 @@ pub enum GradNorm {
     Inf,
 }
 
-/// The norm over the slices of all ranks that `comm` joins; of this rank's slices only without one. NaN if an element is
-/// NaN, else infinity if one is infinite.
+/// Calls its argument with one part of a gradient after the other.
+pub(crate) type ForEachPart<'a> = &'a dyn Fn(&mut dyn FnMut(&[f32])) -> Result<()>;
+
+/// The norm over the gradients of all ranks that `comm` joins; of this rank's only without one. NaN if an element is NaN, else
+/// infinity if one is infinite.
 pub(crate) fn global_norm(
     kind: GradNorm,
-    slices: &[&[f32]],
+    for_each_part: ForEachPart<'_>,
     comm: Option<&dyn Communicator>,
 ) -> Result<f64> {
-    let mut max = slices.iter().fold(0f32, |m, s| max_abs(m, s));
+    let mut max = 0f32;
+    for_each_part(&mut |part| max = max_abs(max, part))?;
     if let Some(comm) = comm {
         let request = Request::new(Collective::AllReduce(ReduceOp::Max), "greatest gradient");
         let buffer = comm.start(request, Buffer::from_vec(vec![max]))?.wait()?;
@@ -41,7 +45,8 @@ pub(crate) fn global_norm(
     } else {
         0
     };
-    let mut sum: u128 = slices.iter().map(|s| sum_of_squares(s, exponent)).sum();
+    let mut sum = 0u128;
+    for_each_part(&mut |part| sum += sum_of_squares(part, exponent))?;
     if let Some(comm) = comm {
         // Four limbs of 32 bits: their sums over any number of ranks fit in i64.
         let limbs: Vec<i64> = (0..4).map(|i| (sum >> (32 * i)) as u32 as i64).collect();
@@ -105,7 +110,11 @@ mod tests {
     use super::*;
 
     fn norm(slices: &[&[f32]]) -> f64 {
-        global_norm(GradNorm::L2, slices, None).unwrap_or(f64::NAN)
+        let parts: ForEachPart<'_> = &|f| {
+            slices.iter().for_each(|s| f(s));
+            Ok(())
+        };
+        global_norm(GradNorm::L2, parts, None).unwrap_or(f64::NAN)
     }
 
     #[test]

@@ -12,6 +12,7 @@ use crate::buffer::{Buffer, Element, with_element};
 use crate::error::{Error, Result};
 use crate::little_endian::write_le;
 use crate::memory::{Category, Ledger};
+use crate::precision::{Trainable, with_trainable};
 
 /// Chooses parameters by their full names.
 pub(crate) type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -74,22 +75,54 @@ impl Param {
         self.tensor.elem_count()
     }
 
-    /// Copies elements `range` (row-major) to `out`, without a temporary.
+    /// Copies elements `range` (row-major) of a f32, f16 or bf16 parameter to `out`, without a temporary.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] unless f32 on the CPU; [`Error::InvalidArgument`] if lengths do not fit.
+    /// [`Error::UnsupportedDType`] for other dtypes and off the CPU; [`Error::InvalidArgument`] if lengths do not fit.
     pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.check_range(&range, out.len())?;
-        with_values(&self.tensor, |values| out.copy_from_slice(&values[range]))
+        with_trainable!(self.tensor.dtype(), T => {
+            with_values(&self.tensor, |values: &[T]| T::widen(&values[range], out))
+        })
     }
 
-    /// Overwrites elements `range` (row-major) in place: layers see the new values at once.
+    /// Overwrites elements `range` (row-major) in place, rounded to the parameter's dtype: layers see the new values at once.
+    ///
+    /// A trainer keeps f32 masters of 16-bit parameters, and refuses to step after they have changed behind its back; use
+    /// [`Trainer::set_parameter`](crate::Trainer::set_parameter) there, or
+    /// [`Trainer::refresh_masters`](crate::Trainer::refresh_masters) afterwards.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] unless f32 on the CPU; [`Error::InvalidArgument`] if lengths do not fit.
+    /// [`Error::UnsupportedDType`] for other dtypes and off the CPU; [`Error::InvalidArgument`] if lengths do not fit.
     pub fn write(&self, range: Range<usize>, values: &[f32]) -> Result<()> {
         self.check_range(&range, values.len())?;
-        with_values_mut(&self.tensor, |own| own[range].copy_from_slice(values))
+        with_trainable!(self.tensor.dtype(), T => {
+            with_values_mut(&self.tensor, |own: &mut [T]| T::narrow(values, &mut own[range]))
+        })
+    }
+
+    /// Copies elements `range` to `buffer`, which has the parameter's dtype, from element `at` on.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for another dtype; [`Error::InvalidArgument`] if lengths do not fit.
+    pub fn copy_to(&self, range: Range<usize>, buffer: &mut Buffer, at: usize) -> Result<()> {
+        self.check_range(&range, buffer.len().saturating_sub(at).min(range.len()))?;
+        with_element!(self.tensor.dtype(), T => {
+            let out = &mut buffer.as_mut_slice::<T>()?[at..at + range.len()];
+            with_values::<T, _>(&self.tensor, |values| out.copy_from_slice(&values[range]))
+        })
+    }
+
+    /// Overwrites elements `range` in place by those of `buffer`, which has the parameter's dtype, from element `at` on.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for another dtype; [`Error::InvalidArgument`] if lengths do not fit.
+    pub fn copy_from(&self, range: Range<usize>, buffer: &Buffer, at: usize) -> Result<()> {
+        self.check_range(&range, buffer.len().saturating_sub(at).min(range.len()))?;
+        with_element!(self.tensor.dtype(), T => {
+            let values = &buffer.as_slice::<T>()?[at..at + range.len()];
+            with_values_mut::<T, _>(&self.tensor, |own| own[range].copy_from_slice(values))
+        })
     }
 
     /// Writes elements `range` (row-major), of any float dtype, as little-endian bytes.
@@ -116,19 +149,8 @@ impl Param {
     pub(crate) fn to_buffer(&self, ledger: &Ledger) -> Result<Buffer> {
         let (dtype, len) = (self.tensor.dtype(), self.num_elements());
         let mut buffer = Buffer::reserved(dtype, len, ledger, Category::Communication)?;
-        with_element!(dtype, T => {
-            let out = buffer.as_mut_slice::<T>()?;
-            with_values::<T, _>(&self.tensor, |values| out.copy_from_slice(values))?;
-        });
+        self.copy_to(0..len, &mut buffer, 0)?;
         Ok(buffer)
-    }
-
-    /// Overwrites the values in place; dtype and length must fit.
-    pub(crate) fn set_from_buffer(&self, buffer: &Buffer) -> Result<()> {
-        with_element!(buffer.dtype(), T => {
-            let values = buffer.as_slice::<T>()?;
-            with_values_mut::<T, _>(&self.tensor, |own| own.copy_from_slice(values))
-        })
     }
 }
 
@@ -171,15 +193,6 @@ pub(crate) fn with_values_mut<T: Element, R>(
     tensor.inplace_op1(&edit)?;
     let (_, result) = edit.0.into_inner();
     result.ok_or_else(|| no_access::<T>(tensor))
-}
-
-/// Copies the values of a f32 tensor of any layout to `out`, or adds them.
-pub(crate) fn read_values(tensor: &Tensor, out: &mut [f32], accumulate: bool) -> Result<()> {
-    // Candle's backward hands out sums it has just made, which are contiguous: then this copies nothing.
-    with_values(&tensor.contiguous()?, |values: &[f32]| match accumulate {
-        true => out.iter_mut().zip(values).for_each(|(o, v)| *o += v),
-        false => out.copy_from_slice(values),
-    })
 }
 
 fn contiguous(layout: &Layout) -> Result<(usize, usize)> {

@@ -9,19 +9,20 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
 
 use crate::bucket::BucketLayout;
+use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Pending, ReduceOp, Request};
 use crate::config::EngineConfig;
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
 use crate::loss::WeightedLoss;
-use crate::non_finite::NonFinite;
+use crate::memory::Ledger;
 use crate::param::Param;
-use crate::param::read_values;
-use crate::strategy::Strategy;
+use crate::precision::{convert_buffer, read_gradient};
+use crate::strategy::{BufferPool, Strategy};
 use crate::summary::{Summary, Weights};
 
 /// The hook's end of a trainer: it owns the gradients between backward and step.
@@ -58,12 +59,22 @@ struct State {
     /// Per bucket: expected gradients that have not appeared in this backward.
     missing: Vec<usize>,
     next_launch: usize,
-    in_flight: VecDeque<(usize, Pending)>,
+    in_flight: VecDeque<InFlight>,
+    /// The dtype to reduce in, if not that of the gradients, and the buffers for it.
+    wire: Option<(DType, BufferPool)>,
     warned_order: bool,
     /// Per bucket: it has been reduced in this window; a further micro-batch adds to it.
     reduced: Vec<bool>,
     /// The summary over all ranks, after `settle`.
     summary: Option<Summary>,
+}
+
+/// A bucket that is being reduced.
+struct InFlight {
+    bucket: usize,
+    pending: Pending,
+    /// The bucket's own buffer, if a converted copy of it is on its way.
+    kept: Option<Buffer>,
 }
 
 #[derive(Clone, Copy)]
@@ -116,9 +127,15 @@ impl Reducer {
         order: Vec<usize>,
         strategy: Box<dyn Strategy>,
         config: &EngineConfig,
+        ledger: &Ledger,
     ) -> Self {
         let (num_params, num_buckets) = (params.len(), layout.buckets().len());
-        let watch_finite = config.non_finite == NonFinite::SkipStep;
+        let watch_finite = config.skips_non_finite();
+        let wire = config.communication_dtype.map(|dtype| {
+            // One bucket is converted while another one is on its way.
+            let pool = BufferPool::new(dtype, layout.max_padded_len(), 2, ledger);
+            (dtype, pool)
+        });
         Self(Mutex::new(State {
             comm,
             layout,
@@ -136,6 +153,7 @@ impl Reducer {
             missing: vec![0; num_buckets],
             next_launch: 0,
             in_flight: VecDeque::new(),
+            wire,
             warned_order: false,
             reduced: vec![false; num_buckets],
             not_finite: vec![false; num_params],
@@ -179,29 +197,21 @@ impl Reducer {
     /// Waits for all reductions of the window, and sums up what the ranks did. Then gradients are weighted means.
     ///
     /// `agreement`: what all ranks must be about to do alike. It is the label of the summary's collective, so a rank that
-    /// differs is a mismatch, which names both sides.
-    pub fn settle(&self, agreement: &str) -> Result<Summary> {
+    /// differs is a mismatch, which names both sides. `altered`: per parameter, its value is not the one that this rank has
+    /// given it.
+    pub fn settle(&self, agreement: &str, altered: &[bool]) -> Result<Summary> {
         let mut state = self.0.lock();
         state.refuse_after_failure()?;
         if let Some(summary) = &state.summary {
             return Ok(summary.clone());
         }
         let request = Request::new(Collective::AllReduce(ReduceOp::Sum), agreement);
-        let mine = state.mine.to_buffer(&state.order, &state.used);
+        let mine = state.mine.to_buffer(&state.order, &state.used, altered);
         let pending = state.comm.start(request, mine);
         let pending = state.remember(pending)?;
         while state.collect_oldest()? {}
         let sum = state.remember(pending.wait())?;
-        let summary = Summary::read(&sum, &state.order)?;
-        // The mean rule. Each reduction has divided the sum over ranks by N, in its accumulator; the weights are known
-        // only now. For one micro-batch of weight 1 on each rank nothing is left to divide by.
-        let rest = summary.weight / state.comm.world_size() as f64;
-        if rest != 1.0 && rest != 0.0 {
-            for bucket in 0..state.layout.buckets().len() {
-                let gradient = state.strategy.gradient_mut(bucket)?;
-                gradient.iter_mut().for_each(|g| *g /= rest as f32);
-            }
-        }
+        let summary = Summary::read(&sum, &state.order, &state.params)?;
         state.summary = Some(summary.clone());
         Ok(summary)
     }
@@ -324,9 +334,8 @@ impl State {
                 format!("gradient of shape {got:?}, expected {expected:?}"),
             ));
         }
-        let out = &mut self.strategy.buffer(bucket)?.as_mut_slice::<f32>()?[range];
-        read_values(grad, out, written)?;
-        if self.watch_finite && !out.iter().all(|g| g.is_finite()) {
+        let out = self.strategy.buffer(bucket)?;
+        if !read_gradient(grad, out, range, written, self.watch_finite)? {
             self.not_finite[param_idx] = true;
         }
         self.written[param_idx] = true;
@@ -350,18 +359,31 @@ impl State {
     fn launch_next(&mut self) -> Result<()> {
         let index = self.next_launch;
         self.make_room(index)?;
+        while self.wire.as_ref().is_some_and(|(_, p)| !p.has_room()) && self.collect_oldest()? {}
         let bucket = &self.layout.buckets()[index];
-        let values = self.strategy.buffer(index)?.as_mut_slice::<f32>()?;
+        let values = self.strategy.buffer(index)?;
         for slot in bucket.slots.iter().filter(|s| !self.written[s.param_idx]) {
-            values[slot.range.clone()].fill(0.0);
+            values.fill_zero(slot.range.clone());
         }
-        values[bucket.len()..].fill(0.0);
-        let buffer = self.strategy.take(index)?;
+        values.fill_zero(bucket.len()..bucket.padded_len);
+        let (label, padded_len) = (Arc::clone(&bucket.label), bucket.padded_len);
+        let own = self.strategy.take(index)?;
+        let (buffer, kept) = match &mut self.wire {
+            Some((dtype, pool)) if *dtype != own.dtype() => {
+                let mut converted = pool.lend(padded_len)?;
+                convert_buffer(&own, &mut converted)?;
+                (converted, Some(own))
+            }
+            _ => (own, None),
+        };
         let collective = self.strategy.reduction(ReduceOp::Mean);
-        let request = Request::new(collective, Arc::clone(&bucket.label));
-        let pending = self.comm.start(request, buffer);
+        let pending = self.comm.start(Request::new(collective, label), buffer);
         let pending = self.remember(pending)?;
-        self.in_flight.push_back((index, pending));
+        self.in_flight.push_back(InFlight {
+            bucket: index,
+            pending,
+            kept,
+        });
         self.next_launch += 1;
         Ok(())
     }
@@ -382,7 +404,7 @@ impl State {
 
     /// Takes back finished buckets, without waiting.
     fn collect_done(&mut self) -> Result<()> {
-        while self.in_flight.front().is_some_and(|(_, p)| p.is_done()) {
+        while self.in_flight.front().is_some_and(|f| f.pending.is_done()) {
             self.collect_oldest()?;
         }
         Ok(())
@@ -390,10 +412,19 @@ impl State {
 
     /// Waits for the oldest bucket in flight; false if there is none.
     fn collect_oldest(&mut self) -> Result<bool> {
-        let Some((bucket, pending)) = self.in_flight.pop_front() else {
+        let Some(InFlight {
+            bucket,
+            pending,
+            kept,
+        }) = self.in_flight.pop_front()
+        else {
             return Ok(false);
         };
-        let buffer = self.remember(pending.wait())?;
+        let mut buffer = self.remember(pending.wait())?;
+        if let (Some(mut own), Some((_, pool))) = (kept, &mut self.wire) {
+            convert_buffer(&buffer, &mut own)?;
+            pool.give_back(std::mem::replace(&mut buffer, own));
+        }
         let first = !std::mem::replace(&mut self.reduced[bucket], true);
         self.strategy.reduced(bucket, buffer, first)?;
         Ok(true)

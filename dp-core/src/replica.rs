@@ -3,7 +3,6 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 
-use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
 use crate::buffer::Buffer;
@@ -11,6 +10,7 @@ use crate::comm::{Collective, Communicator, Request};
 use crate::error::{Error, Result};
 use crate::memory::Ledger;
 use crate::param::{Param, ParamKind};
+use crate::precision::is_trainable;
 
 /// What must agree between ranks about one parameter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -137,7 +137,7 @@ pub(crate) fn broadcast_values(
         let request = Request::new(Collective::Broadcast { root: 0 }, label);
         let buffer: Buffer = comm.start(request, param.to_buffer(ledger)?)?.wait()?;
         if comm.rank() != 0 {
-            param.set_from_buffer(&buffer)?;
+            param.copy_from(0..param.num_elements(), &buffer, 0)?;
         }
     }
     Ok(())
@@ -147,7 +147,7 @@ pub(crate) fn broadcast_values(
 pub(crate) fn check_trainable(params: &[Param]) -> Result<()> {
     for param in params.iter().filter(|p| p.kind() == ParamKind::Trained) {
         let tensor = param.tensor();
-        if tensor.dtype() != DType::F32 || !tensor.device().is_cpu() {
+        if !is_trainable(tensor.dtype()) || !tensor.device().is_cpu() {
             return Err(Error::UnsupportedDType {
                 what: format!(
                     "training parameter `{}` on {:?}",
@@ -155,7 +155,7 @@ pub(crate) fn check_trainable(params: &[Param]) -> Result<()> {
                     tensor.device().location()
                 ),
                 dtype: tensor.dtype().as_str(),
-                supported: "f32 on the CPU",
+                supported: "f32, f16 or bf16 on the CPU",
             });
         }
     }

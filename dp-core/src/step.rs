@@ -1,20 +1,26 @@
 //! The second half of a training step: from reduced gradients to new parameters.
 
+use std::ops::Range;
 use std::sync::Arc;
+
+use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Request};
 use crate::config::UnusedParameters;
 use crate::engine::{Clipping, Engine};
 use crate::error::{Error, Result};
-use crate::non_finite::{self, NonFinite};
-use crate::norm::{GradNorm, clip_factor, global_norm};
+use crate::mean_gradient::MeanGradient;
+use crate::non_finite;
+use crate::norm::{ForEachPart, GradNorm, clip_factor, global_norm};
 use crate::optim::Optimizer;
 use crate::param::with_values_mut;
 use crate::param::{Param, ParamKind};
+use crate::precision::{Trainable, with_trainable};
 use crate::replica::broadcast_values;
 use crate::sentinel::compare_replicas;
 use crate::strategy::Strategy;
+use crate::summary::Summary;
 
 /// What one optimizer step did. The same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,6 +41,9 @@ pub struct StepReport {
     /// Names of trained parameters that no rank used in the whole window. They were left alone: no update, no weight
     /// decay, no change of moments.
     pub unused: Vec<String>,
+    /// What the losses of this step were multiplied by, if the trainer scales them
+    /// ([`LossScaling`](crate::LossScaling)).
+    pub loss_scale: Option<f64>,
 }
 
 /// Why a step was skipped, on all ranks alike: parameters, optimizer state, step count and schedule are as before. Buffers
@@ -44,7 +53,8 @@ pub struct StepReport {
 pub enum SkipReason {
     /// No rank had any sample: all weights were 0.
     NoSamples,
-    /// A gradient was NaN or infinite, and the trainer skips such steps ([`NonFinite::SkipStep`]).
+    /// A gradient was NaN or infinite, and the trainer skips such steps ([`NonFinite::SkipStep`](crate::NonFinite::SkipStep),
+    /// or a [dynamic](crate::LossScaling::Dynamic) loss scale).
     NonFinite {
         /// The first such parameter in rank 0's creation order.
         parameter: String,
@@ -81,14 +91,20 @@ impl<O: Optimizer> Engine<O> {
         }
         let settings = self.agreement(num_micro_batches);
         let label = format!("{settings}, clipped to {kind:?} norm {max_norm}");
-        self.reducer.settle(&label)?;
+        let summary = self.reducer.settle(&label, &self.find_altered()?)?;
+        let divisor = self.divisor(&summary);
         let num_buckets = self.layout.buckets().len();
         let norm = self.reducer.with_strategy(|strategy| {
-            let gradients: Vec<&[f32]> = (0..num_buckets)
-                .map(|bucket| strategy.gradient(bucket))
-                .collect::<Result<_>>()?;
+            let strategy: &dyn Strategy = strategy;
             let comm = strategy.is_sharded().then_some(self.comm.as_ref());
-            global_norm(kind, &gradients, comm)
+            let parts: ForEachPart<'_> = &|f| {
+                for bucket in 0..num_buckets {
+                    let gradient = MeanGradient::of(strategy, bucket, divisor)?;
+                    gradient.for_each_chunk(gradient.range(), |_, part| f(part))?;
+                }
+                Ok(())
+            };
+            global_norm(kind, parts, comm)
         })?;
         self.clipping = Some(Clipping {
             norm,
@@ -102,7 +118,8 @@ impl<O: Optimizer> Engine<O> {
         let num_micro_batches = self.require_complete_window("step")?;
         self.check_groups()?;
         let settings = self.agreement(num_micro_batches);
-        let summary = self.reducer.settle(&settings)?;
+        let summary = self.reducer.settle(&settings, &self.find_altered()?)?;
+        let divisor = self.divisor(&summary);
         if self.clipping.as_ref().is_some_and(|c| c.agreed != settings) {
             // Changed since clip_grad_norm; on all ranks alike, or the label differs or a rank does not come.
             let label = format!("changed after clip_grad_norm to {settings}");
@@ -114,7 +131,7 @@ impl<O: Optimizer> Engine<O> {
         let unused = self.unused_names(&summary.used);
         let skipped = match summary.weight == 0.0 {
             true => Some(SkipReason::NoSamples),
-            false => self.find_non_finite(&summary.used)?,
+            false => self.find_non_finite(&summary.used, divisor)?,
         };
         let factor = self.schedule.factor(self.steps);
         let optimizers = self.groups.groups().iter().map(|group| {
@@ -125,7 +142,11 @@ impl<O: Optimizer> Engine<O> {
         let optimizers: Vec<O> = optimizers.collect();
         if skipped.is_none() {
             self.handle_unused(&unused)?;
-            self.update(&optimizers, &summary.used)?;
+            self.update(&optimizers, &summary.used, divisor)?;
+        }
+        let loss_scale = self.loss_scale.state.map(|s| s.scale);
+        if summary.weight != 0.0 {
+            self.loss_scale.update(skipped.is_some());
         }
         // Also after a skipped step: the forward has changed them.
         let buffers = self.buffers.iter().copied();
@@ -145,6 +166,7 @@ impl<O: Optimizer> Engine<O> {
             learning_rates: optimizers.iter().map(O::learning_rate).collect(),
             grad_norm: self.clipping.take().map(|c| c.norm),
             unused,
+            loss_scale,
         };
         let every = self.compare_replicas_every;
         if report.skipped.is_none() && every > 0 && self.steps.is_multiple_of(every) {
@@ -183,14 +205,14 @@ impl<O: Optimizer> Engine<O> {
     }
 
     /// Updates what this rank owns, and brings the results to all ranks.
-    fn update(&mut self, optimizers: &[O], used: &[bool]) -> Result<()> {
+    fn update(&mut self, optimizers: &[O], used: &[bool], divisor: f32) -> Result<()> {
         for (steps, used) in self.param_steps.iter_mut().zip(used) {
             *steps += u64::from(*used);
         }
         let reducer = Arc::clone(&self.reducer);
         reducer.with_strategy(|strategy| -> Result<()> {
             for bucket in 0..self.layout.buckets().len() {
-                self.update_owned(strategy, bucket, optimizers, used)?;
+                self.update_owned(strategy, bucket, optimizers, used, divisor)?;
             }
             strategy.publish(&self.layout, &self.params, self.comm.as_ref())
         })?;
@@ -198,44 +220,77 @@ impl<O: Optimizer> Engine<O> {
         self.mark_update()
     }
 
-    /// Updates the elements of `bucket` that this rank owns, in the parameters' own memory.
+    /// Updates the elements of `bucket` that this rank owns, in the parameters' own memory. One pass: each chunk is divided,
+    /// clipped, applied, and rounded to the parameter while it is in the cache.
     fn update_owned(
         &mut self,
         strategy: &dyn Strategy,
         bucket: usize,
         optimizers: &[O],
         used: &[bool],
+        divisor: f32,
     ) -> Result<()> {
         let grad_scale = self.clipping.as_ref().map_or(1.0, |c| c.factor);
-        let gradient = strategy.gradient(bucket)?;
+        let gradient = MeanGradient::of(strategy, bucket, divisor)?;
         let mut states: Vec<&mut [f32]> = self.states[bucket]
             .iter_mut()
             .map(Buffer::as_mut_slice::<f32>)
             .collect::<Result<_>>()?;
+        let mut masters = self.masters.of_mut(bucket);
         let owned = strategy.owned(bucket);
-        for segment in self.layout.buckets()[bucket].segments(owned) {
+        let bucket = &self.layout.buckets()[bucket];
+        for segment in bucket.segments(owned) {
             let index = segment.param_idx;
             if !used[index] {
                 continue;
             }
-            let optimizer = &optimizers[self.group_of[index]];
-            let mut state: Vec<&mut [f32]> = states
-                .iter_mut()
-                .map(|s| &mut s[segment.in_owned.clone()])
-                .collect();
-            let grad = &gradient[segment.in_owned.clone()];
-            with_values_mut::<f32, _>(self.params[index].tensor(), |values| {
-                let values = &mut values[segment.in_param.clone()];
-                optimizer.update(
-                    self.param_steps[index],
-                    values,
-                    grad,
-                    grad_scale,
-                    &mut state,
-                );
-            })?;
+            let (optimizer, step) = (&optimizers[self.group_of[index]], self.param_steps[index]);
+            // `at`: the chunk's place in the owned range.
+            let mut update = |at: Range<usize>, values: &mut [f32], grad: &[f32]| {
+                let mut state: SmallVec<[&mut [f32]; 4]> =
+                    states.iter_mut().map(|s| &mut s[at.clone()]).collect();
+                optimizer.update(step, values, grad, grad_scale, &mut state);
+            };
+            let (in_param, in_owned) = (segment.in_param, segment.in_owned);
+            let tensor = self.params[index].tensor();
+            match &mut masters {
+                None => with_values_mut::<f32, _>(tensor, |values| {
+                    let values = &mut values[in_param];
+                    gradient.for_each_chunk(in_owned.clone(), |at, grad| {
+                        let chunk = at.start - in_owned.start..at.end - in_owned.start;
+                        update(at, &mut values[chunk], grad);
+                    })
+                })??,
+                Some(masters) => with_trainable!(bucket.dtype, T => {
+                    with_values_mut(tensor, |values: &mut [T]| {
+                        let values = &mut values[in_param];
+                        gradient.for_each_chunk(in_owned.clone(), |at, grad| {
+                            let chunk = at.start - in_owned.start..at.end - in_owned.start;
+                            let masters = &mut masters[at.clone()];
+                            update(at, masters, grad);
+                            T::narrow(masters, &mut values[chunk]);
+                        })
+                    })?
+                })?,
+            }
         }
         Ok(())
+    }
+
+    /// What is left to divide reduced gradients by. Each reduction has divided the sum over ranks by N, in its accumulator; the
+    /// weights are known only now. For one micro-batch of weight 1 on each rank, without loss scaling, it is 1.
+    fn divisor(&self, summary: &Summary) -> f32 {
+        let rest = summary.weight / self.comm.world_size() as f64 * self.loss_scale.scale();
+        match rest == 0.0 {
+            true => 1.0,
+            false => rest as f32,
+        }
+    }
+
+    /// Per parameter: was a value that this rank owns written by somebody else?
+    fn find_altered(&self) -> Result<Vec<bool>> {
+        self.masters
+            .find_altered(&self.layout, &self.params, &self.owned())
     }
 
     /// Hyper-parameters may have been changed since the last step.
@@ -259,16 +314,19 @@ impl<O: Optimizer> Engine<O> {
 
     /// Looks for gradients that are not finite, if the trainer skips such steps: in what this rank has computed, and in
     /// the reduced gradients that it owns.
-    fn find_non_finite(&self, used: &[bool]) -> Result<Option<SkipReason>> {
-        if self.non_finite == NonFinite::Keep {
+    fn find_non_finite(&self, used: &[bool], divisor: f32) -> Result<Option<SkipReason>> {
+        if !self.skips_non_finite {
             return Ok(None);
         }
         let mut reduced = vec![false; self.params.len()];
         self.reducer.with_strategy(|strategy| -> Result<()> {
             for (index, bucket) in self.layout.buckets().iter().enumerate() {
-                let gradient = strategy.gradient(index)?;
+                let gradient = MeanGradient::of(strategy, index, divisor)?;
                 for segment in bucket.segments(strategy.owned(index)) {
-                    let finite = gradient[segment.in_owned].iter().all(|g| g.is_finite());
+                    let mut finite = true;
+                    gradient.for_each_chunk(segment.in_owned, |_, part| {
+                        finite &= part.iter().all(|g| g.is_finite());
+                    })?;
                     reduced[segment.param_idx] |= !finite && used[segment.param_idx];
                 }
             }

@@ -8,6 +8,8 @@ use crate::comm::{Collective, Communicator, ReduceOp};
 use crate::error::Result;
 use crate::param::Param;
 
+pub use crate::buffer_pool::{BufferPool, BufferPools};
+
 /// Decides where gradients lie, how they are reduced, which part of each bucket this rank updates, and how the updated
 /// parameters reach the other ranks. The [`Engine`](crate::engine::Engine) does the rest, the same for all.
 ///
@@ -57,17 +59,11 @@ pub trait Strategy: Send {
     /// If the buffer does not fit.
     fn reduced(&mut self, bucket: usize, buffer: Buffer, first: bool) -> Result<()>;
 
-    /// The reduced gradient of the owned range.
+    /// A buffer with the reduced gradient, and where in it that of the owned range lies.
     ///
     /// # Errors
     /// If the bucket is not reduced.
-    fn gradient(&self, bucket: usize) -> Result<&[f32]>;
-
-    /// The reduced gradient of the owned range, to be scaled.
-    ///
-    /// # Errors
-    /// If the bucket is not reduced.
-    fn gradient_mut(&mut self, bucket: usize) -> Result<&mut [f32]>;
+    fn gradient(&self, bucket: usize) -> Result<(&Buffer, Range<usize>)>;
 
     /// Called when each rank has updated the parameter elements it owns: makes all parameters whole on all ranks.
     ///
@@ -98,8 +94,7 @@ impl FullBuckets {
     pub fn new(layout: &BucketLayout, ledger: &crate::memory::Ledger) -> Result<Self> {
         let allocate = |bucket: &crate::bucket::Bucket| {
             let category = crate::memory::Category::Gradients;
-            let dtype = candle_core::DType::F32;
-            Buffer::reserved(dtype, bucket.padded_len, ledger, category).map(Some)
+            Buffer::reserved(bucket.grad_dtype, bucket.padded_len, ledger, category).map(Some)
         };
         let buffers = layout
             .buckets()

@@ -3,9 +3,13 @@
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::loss::{WeightKind, WeightedLoss};
+use crate::param::Param;
 
 /// Numbers before the flags of the parameters.
 const HEADER: usize = 3;
+
+/// More than there are ranks, and so many times that the sum is still exact.
+const ALTERED: f64 = (1u64 << 24) as f64;
 
 /// One rank's micro-batches.
 #[derive(Debug, Clone, Copy, Default)]
@@ -25,14 +29,17 @@ impl Weights {
         }
     }
 
-    /// What this rank adds to the sum: its weights, and 1 for each parameter it used, in the order that ranks share.
-    pub fn to_buffer(self, order: &[usize], used: &[bool]) -> Buffer {
+    /// What this rank adds to the sum: its weights, and 1 for each parameter it used, [`ALTERED`] for each whose value is not
+    /// the one it has given it, in the order that ranks share.
+    pub fn to_buffer(self, order: &[usize], used: &[bool], altered: &[bool]) -> Buffer {
         let header = [
             self.weight,
             self.num_per_rank as f64,
             self.num_counted as f64,
         ];
-        let flags = order.iter().map(|i| f64::from(u8::from(used[*i])));
+        let flags = order
+            .iter()
+            .map(|&i| f64::from(u8::from(used[i])) + ALTERED * f64::from(u8::from(altered[i])));
         Buffer::from_vec(header.into_iter().chain(flags).collect::<Vec<f64>>())
     }
 }
@@ -50,8 +57,9 @@ impl Summary {
     /// Reads the sum over ranks.
     ///
     /// # Errors
-    /// [`Error::Misuse`], on every rank, if kinds of weights were mixed.
-    pub fn read(sum: &Buffer, order: &[usize]) -> Result<Self> {
+    /// [`Error::Misuse`], on every rank, if kinds of weights were mixed; [`Error::Altered`] if a parameter was changed by
+    /// somebody else.
+    pub fn read(sum: &Buffer, order: &[usize], params: &[Param]) -> Result<Self> {
         let sum = sum.as_slice::<f64>()?;
         let (num_per_rank, num_counted) = (sum[1], sum[2]);
         if num_per_rank > 0.0 && num_counted > 0.0 {
@@ -65,6 +73,11 @@ impl Summary {
         }
         let mut used = vec![false; order.len()];
         for (&param_idx, flag) in order.iter().zip(&sum[HEADER..]) {
+            if *flag >= ALTERED {
+                return Err(Error::Altered {
+                    parameter: params[param_idx].name().to_string(),
+                });
+            }
             used[param_idx] = *flag > 0.0;
         }
         Ok(Self {

@@ -182,6 +182,31 @@ pub trait Trainer {
         self.engine_mut().set_schedule(schedule)
     }
 
+    /// Overwrites a parameter, a frozen one, or a buffer by `values`, converted to its dtype; rank 0's count. Its f32 master, if
+    /// it has one, becomes the new value; optimizer state stays. Collective; between two steps.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for an unknown name or another shape; [`Error::Misuse`] while gradients wait for `step`; those of the
+    /// collectives.
+    fn set_parameter(&mut self, name: &str, values: &Tensor) -> Result<()> {
+        self.engine_mut().set_parameter(name, values)
+    }
+
+    /// Makes what the parameters hold on rank 0 the value on all ranks, and the f32 masters of 16-bit parameters with it
+    /// (`refresh_fp32_params` in DeepSpeed). For code that has written parameters itself; without it the next step fails with
+    /// [`Error::Altered`]. Collective; also between backward and step.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    fn refresh_masters(&mut self) -> Result<()> {
+        self.engine_mut().refresh_masters()
+    }
+
+    /// What the losses of the next step are multiplied by; `None` without [`LossScaling`](crate::LossScaling).
+    fn loss_scale(&self) -> Option<f64> {
+        self.engine().loss_scale.state.map(|s| s.scale)
+    }
+
     /// Saves parameters, optimizer state, step count and settings as a new checkpoint in the folder `run`, and makes it the
     /// latest there. Collective; between two steps. All ranks need to see the same folder, and the slowest rank must have
     /// written its file within the World's timeout after the fastest. A folder belongs to one trainer. See

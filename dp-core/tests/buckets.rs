@@ -1,5 +1,5 @@
 use candle_core::{DType, Device};
-use dp_core::{BucketCaps, BucketLayout, Param, ParamStore, Result};
+use dp_core::{BucketCaps, BucketLayout, GradAccumDType, Param, ParamStore, Result};
 use proptest::prelude::*;
 
 use crate::support::{expect_error, ones};
@@ -30,7 +30,7 @@ proptest! {
         let params = params(&sizes).expect("new names");
         let order: Vec<usize> = (0..params.len()).collect();
         let caps = BucketCaps::with_first(4 * first, 4 * rest).expect("positive");
-        let layout = BucketLayout::new(&params, &order, caps, world_size);
+        let layout = BucketLayout::new(&params, &order, caps, GradAccumDType::F32, world_size);
 
         // Trained parameters in reverse creation order.
         let in_order: Vec<usize> = layout.buckets().iter().flat_map(|b| &b.slots).map(|s| s.param_idx).collect();
@@ -108,7 +108,7 @@ fn the_default_caps_are_1_and_25_mib() {
     let params = params(&[(157_286, false); 44]).expect("new names");
     let order: Vec<usize> = (0..params.len()).collect();
     let count = |caps| {
-        let layout = BucketLayout::new(&params, &order, caps, 2);
+        let layout = BucketLayout::new(&params, &order, caps, GradAccumDType::F32, 2);
         layout
             .buckets()
             .iter()
@@ -133,10 +133,48 @@ fn the_default_caps_are_1_and_25_mib() {
 #[test]
 fn a_bucket_is_labelled_with_its_parameters() {
     let params = params(&[(3, false), (2, true), (1, false)]).expect("new names");
-    let layout = BucketLayout::new(&params, &[0, 1, 2], BucketCaps::default(), 4);
+    let (caps, accum) = (BucketCaps::default(), GradAccumDType::F32);
+    let layout = BucketLayout::new(&params, &[0, 1, 2], caps, accum, 4);
     let bucket = &layout.buckets()[0];
     assert_eq!(
         (&*bucket.label, bucket.len(), bucket.padded_len),
         ("bucket 0: p2, p0", 4, 4)
     );
+}
+
+/// Layers of a bf16 model with f32 norms between them: one bucket per dtype is filled at a time.
+fn mixed_layers() -> Result<Vec<Param>> {
+    let store = ParamStore::new(&Device::Cpu);
+    let vb = |dtype| store.var_builder(dtype);
+    for i in 0..4 {
+        ones(&vb(DType::BF16), 10, &format!("linear{i}"))?;
+        ones(&vb(DType::F32), 2, &format!("norm{i}"))?;
+    }
+    Ok(store.params())
+}
+
+#[test]
+fn dtypes_have_buckets_of_their_own() {
+    let params = mixed_layers().expect("new names");
+    let order: Vec<usize> = (0..params.len()).collect();
+    let labels = |accum, bytes| {
+        let caps = BucketCaps::with_first(bytes, bytes).expect("positive");
+        let layout = BucketLayout::new(&params, &order, caps, accum, 2);
+        let buckets = layout.buckets().iter();
+        buckets
+            .map(|b| (b.label.to_string(), b.dtype, b.grad_dtype))
+            .collect::<Vec<_>>()
+    };
+    let (bf16, f32) = (DType::BF16, DType::F32);
+    let expected = |grad_dtype| {
+        [
+            ("bucket 0: linear3, linear2".to_string(), bf16, grad_dtype),
+            ("bucket 1: norm3, norm2, norm1, norm0".to_string(), f32, f32),
+            ("bucket 2: linear1, linear0".to_string(), bf16, grad_dtype),
+        ]
+    };
+    // The cap counts the gradients as they are kept.
+    assert_eq!(labels(GradAccumDType::F32, 80), expected(f32));
+    assert_eq!(labels(GradAccumDType::Parameter, 40), expected(bf16));
+    assert_eq!(labels(GradAccumDType::Parameter, 80).len(), 2);
 }

@@ -1,6 +1,7 @@
 //! Bytes per rank, predicted: for a real bucket layout to the byte, for a parameter count by the paper's formulas.
 
-use dp_core::{BucketLayout, Param};
+use candle_core::DType;
+use dp_core::{BucketLayout, GradAccumDType, Param};
 use serde::Serialize;
 
 use crate::optimizer::ZeroStage;
@@ -64,12 +65,21 @@ impl BytesPerElement {
         }
     }
 
+    /// 16-bit parameters with f32 masters: 2 + 4 + (4 + 4 `num_states`) with gradients in f32, 2 + 2 + ... with
+    /// [`GradAccumDType::Parameter`].
+    pub const fn mixed(num_states: u64, grad_accum: GradAccumDType) -> Self {
+        Self {
+            parameters: 2,
+            gradients: match grad_accum {
+                GradAccumDType::F32 => 4,
+                GradAccumDType::Parameter => 2,
+            },
+            optimizer: 4 + 4 * num_states,
+        }
+    }
+
     /// The paper's mixed precision with Adam: 2 + 2 + (4 master + 8 moments).
-    pub const MIXED_ADAM: Self = Self {
-        parameters: 2,
-        gradients: 2,
-        optimizer: 12,
-    };
+    pub const MIXED_ADAM: Self = Self::mixed(2, GradAccumDType::Parameter);
 }
 
 /// Bytes of model states on one rank.
@@ -112,38 +122,61 @@ impl ModelStates {
         }
     }
 
-    /// What each rank's trainer holds for these parameters in this layout, in f32, padding included. `None` for
-    /// [`Sharding::Zero3`], which has no trainer.
+    /// What each rank's trainer holds for these parameters in this layout, padding included: gradients in the layout's
+    /// dtypes, `num_states` f32 numbers of optimizer state per element, and a f32 master of each 16-bit element. `None`
+    /// for [`Sharding::Zero3`], which has no trainer.
     pub fn of_layout(
         layout: &BucketLayout,
         params: &[Param],
         sharding: Sharding,
         num_states: usize,
     ) -> Option<Self> {
-        let padded = layout.padded_len() as u64;
-        let shard = padded / layout.world_size() as u64;
-        let (gradients, optimizer) = match sharding {
-            Sharding::Ddp => (padded, padded),
-            Sharding::Zero1 => (padded, shard),
-            Sharding::Zero2 => (shard, shard),
+        let n = layout.world_size();
+        let (shards_of_gradients, shards_of_states) = match sharding {
+            Sharding::Ddp => (1, 1),
+            Sharding::Zero1 => (1, n),
+            Sharding::Zero2 => (n, n),
             Sharding::Zero3 => return None,
         };
         let bytes = |p: &Param| (p.num_elements() * p.tensor().dtype().size_in_bytes()) as u64;
-        Some(Self {
+        let mut states = Self {
             parameters: params.iter().map(bytes).sum(),
-            gradients: 4 * gradients,
-            optimizer: 4 * num_states as u64 * optimizer,
-        })
+            gradients: 0,
+            optimizer: 0,
+        };
+        for bucket in layout.buckets() {
+            let gradients = bucket.padded_len / shards_of_gradients;
+            states.gradients += (gradients * bucket.grad_dtype.size_in_bytes()) as u64;
+            let master = usize::from(bucket.dtype.size_in_bytes() == 2);
+            let numbers = bucket.padded_len / shards_of_states * (num_states + master);
+            states.optimizer += 4 * numbers as u64;
+        }
+        Some(states)
     }
 }
 
-/// Bytes that `rank` sends in one step of one micro-batch, without clipping, buffers and extra checks: for each bucket of
-/// `S` padded bytes `2 (N-1)/N S`, in all strategies alike (all-reduce, or reduce-scatter and all-gather), and a small
-/// all-reduce of 8 bytes per named tensor and 24 more, which tells the weight of the step and who was used by any rank.
-pub fn bytes_sent_per_step(layout: &BucketLayout, num_named: usize, rank: usize) -> u64 {
+/// Bytes that `rank` sends in one step of one micro-batch, without clipping, buffers and extra checks. For each bucket of
+/// `G` padded bytes of gradients, as they travel (`communication_dtype`, or else as they are kept), and `P` of parameters:
+/// `2 (N-1)/N G` for an all-reduce, `(N-1)/N (G + P)` for a reduce-scatter and an all-gather. And a small all-reduce of 8
+/// bytes per named tensor and 24 more, which tells the weight of the step and who was used by any rank.
+pub fn bytes_sent_per_step(
+    layout: &BucketLayout,
+    sharding: Sharding,
+    communication_dtype: Option<DType>,
+    num_named: usize,
+    rank: usize,
+) -> u64 {
     let (n, r) = (layout.world_size() as u64, rank as u64);
-    let padded = 4 * layout.padded_len() as u64;
-    let gradients_and_parameters = 2 * (n - 1) * (padded / n);
+    let slices = layout.buckets().iter().map(|bucket| {
+        let gradients = communication_dtype.unwrap_or(bucket.grad_dtype);
+        let published = match sharding {
+            Sharding::Ddp => gradients,
+            _ => bucket.dtype,
+        };
+        let bytes = gradients.size_in_bytes() + published.size_in_bytes();
+        (bucket.padded_len * bytes) as u64 / n
+    });
+    let gradients_and_parameters = (n - 1) * slices.sum::<u64>();
     // Slices of an all-reduce need not be equal: rank r reduces elements [r L/N, (r+1) L/N).
     let summary = 3 + num_named as u64;
     let own = (r + 1) * summary / n - r * summary / n;
@@ -163,6 +196,20 @@ mod tests {
             (states.total() as f64 / 1e8).round() / 10.0
         };
         assert_eq!(Sharding::ALL.map(gb), [120.0, 31.4, 16.6, 1.9]);
+    }
+
+    #[test]
+    fn bytes_per_parameter_in_16_bits() {
+        // 16, 4 + 12/N, 2 + 14/N, 16/N in the paper's setting; 18, 6 + 12/N, 2 + 16/N, 18/N with f32 gradients.
+        let per_param = |bytes| {
+            Sharding::ALL.map(|s| ModelStates::estimate(4000, 4, s, bytes).total() as f64 / 4000.0)
+        };
+        assert_eq!(
+            per_param(BytesPerElement::MIXED_ADAM),
+            [16.0, 7.0, 5.5, 4.0]
+        );
+        let default = BytesPerElement::mixed(2, GradAccumDType::default());
+        assert_eq!(per_param(default), [18.0, 9.0, 6.0, 4.5]);
     }
 
     #[test]

@@ -3,33 +3,18 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use dp_core::bucket::Bucket;
 use dp_core::comm::{Collective, Pending, Request};
-use dp_core::strategy::FullBuckets;
 use dp_core::{BucketLayout, Buffer, Communicator, Param, Result};
 
 /// Lends the flat buffers that parameters are gathered in.
 pub(crate) trait GatherBuffers {
-    /// How many may be lent at a time.
-    fn capacity(&self) -> usize;
-    /// A buffer of the bucket's padded length.
-    fn lend(&mut self, bucket: usize) -> Result<Buffer>;
+    /// True if the bucket can be lent a buffer within the memory bound.
+    fn has_room(&self, bucket: &Bucket) -> bool;
+    /// A buffer of the parameters' dtype and the bucket's padded length.
+    fn lend(&mut self, index: usize, bucket: &Bucket) -> Result<Buffer>;
     /// Ends the loan.
-    fn give_back(&mut self, bucket: usize, buffer: Buffer);
-}
-
-/// The gradient buckets themselves: after the step their gradients have served, and they have the right length.
-impl GatherBuffers for FullBuckets {
-    fn capacity(&self) -> usize {
-        usize::MAX
-    }
-
-    fn lend(&mut self, bucket: usize) -> Result<Buffer> {
-        self.take(bucket)
-    }
-
-    fn give_back(&mut self, bucket: usize, buffer: Buffer) {
-        self.put(bucket, buffer);
-    }
+    fn give_back(&mut self, index: usize, bucket: &Bucket, buffer: Buffer) -> Result<()>;
 }
 
 /// All-gathers the parameters of each bucket from the ranks that own its slices, several buckets under way at a time.
@@ -42,42 +27,41 @@ pub(crate) fn gather_parameters(
     let (rank, world_size) = (comm.rank(), layout.world_size());
     let mut in_flight: VecDeque<(usize, Pending)> = VecDeque::new();
     for (index, bucket) in layout.buckets().iter().enumerate() {
-        if in_flight.len() >= buffers.capacity() {
-            finish_oldest(&mut in_flight, buffers, layout, params)?;
+        while !buffers.has_room(bucket) && finish_oldest(&mut in_flight, buffers, layout, params)? {
         }
-        let mut buffer = buffers.lend(index)?;
-        let values = buffer.as_mut_slice::<f32>()?;
-        let owned = bucket.slice(rank, world_size);
+        let mut buffer = buffers.lend(index, bucket)?;
         // Padding travels too; zeros keep what is sent defined.
-        values[bucket.len()..].fill(0.0);
-        for segment in bucket.segments(owned) {
-            params[segment.param_idx].read(segment.in_param, &mut values[segment.in_bucket])?;
+        buffer.fill_zero(bucket.len()..bucket.padded_len);
+        for segment in bucket.segments(bucket.slice(rank, world_size)) {
+            params[segment.param_idx].copy_to(
+                segment.in_param,
+                &mut buffer,
+                segment.in_bucket.start,
+            )?;
         }
         let request = Request::new(Collective::AllGather, Arc::clone(&bucket.label));
         in_flight.push_back((index, comm.start(request, buffer)?));
         comm.progress();
     }
-    while !in_flight.is_empty() {
-        finish_oldest(&mut in_flight, buffers, layout, params)?;
-    }
+    while finish_oldest(&mut in_flight, buffers, layout, params)? {}
     Ok(())
 }
 
+/// False if none is in flight.
 fn finish_oldest(
     in_flight: &mut VecDeque<(usize, Pending)>,
     buffers: &mut dyn GatherBuffers,
     layout: &BucketLayout,
     params: &[Param],
-) -> Result<()> {
+) -> Result<bool> {
     let Some((index, pending)) = in_flight.pop_front() else {
-        return Ok(());
+        return Ok(false);
     };
-    let buffer = pending.wait()?;
-    let values = buffer.as_slice::<f32>()?;
-    for slot in &layout.buckets()[index].slots {
+    let (bucket, buffer) = (&layout.buckets()[index], pending.wait()?);
+    for slot in &bucket.slots {
         let param = &params[slot.param_idx];
-        param.write(0..param.num_elements(), &values[slot.range.clone()])?;
+        param.copy_from(0..param.num_elements(), &buffer, slot.range.start)?;
     }
-    buffers.give_back(index, buffer);
-    Ok(())
+    buffers.give_back(index, bucket, buffer)?;
+    Ok(true)
 }

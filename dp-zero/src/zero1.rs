@@ -2,18 +2,21 @@
 
 use std::ops::Range;
 
+use dp_core::bucket::Bucket;
 use dp_core::comm::Collective;
 use dp_core::memory::Ledger;
-use dp_core::strategy::{FullBuckets, Strategy};
+use dp_core::strategy::{BufferPools, FullBuckets, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Param, ReduceOp, Result};
 
-use crate::gather::gather_parameters;
+use crate::gather::{GatherBuffers, gather_parameters};
 
 /// Whole gradient buckets live on every rank; a reduce-scatter leaves the mean gradient of slice `r` on rank `r`, which
 /// updates it; an all-gather in the same buckets makes the parameters whole again.
 pub(crate) struct Zero1 {
     slices: Vec<Range<usize>>,
     gradients: FullBuckets,
+    /// For parameters of another dtype than their gradients.
+    pools: BufferPools,
 }
 
 impl Zero1 {
@@ -21,13 +24,14 @@ impl Zero1 {
         Ok(Self {
             slices: own_slices(layout, rank),
             gradients: FullBuckets::new(layout, ledger)?,
+            pools: BufferPools::new(layout, ledger),
         })
     }
 }
 
 /// The range of each bucket that `rank` owns.
 pub(crate) fn own_slices(layout: &BucketLayout, rank: usize) -> Vec<Range<usize>> {
-    let slice = |b: &dp_core::bucket::Bucket| b.slice(rank, layout.world_size());
+    let slice = |b: &Bucket| b.slice(rank, layout.world_size());
     layout.buckets().iter().map(slice).collect()
 }
 
@@ -61,13 +65,8 @@ impl Strategy for Zero1 {
         Ok(())
     }
 
-    fn gradient(&self, bucket: usize) -> Result<&[f32]> {
-        Ok(&self.gradients.get(bucket)?.as_slice()?[self.slices[bucket].clone()])
-    }
-
-    fn gradient_mut(&mut self, bucket: usize) -> Result<&mut [f32]> {
-        let slice = self.slices[bucket].clone();
-        Ok(&mut self.gradients.get_mut(bucket)?.as_mut_slice()?[slice])
+    fn gradient(&self, bucket: usize) -> Result<(&Buffer, Range<usize>)> {
+        Ok((self.gradients.get(bucket)?, self.owned(bucket)))
     }
 
     fn publish(
@@ -76,6 +75,37 @@ impl Strategy for Zero1 {
         params: &[Param],
         comm: &dyn Communicator,
     ) -> Result<()> {
-        gather_parameters(&mut self.gradients, layout, params, comm)
+        let mut buffers = GatherInGradients {
+            gradients: &mut self.gradients,
+            pools: &mut self.pools,
+        };
+        gather_parameters(&mut buffers, layout, params, comm)
+    }
+}
+
+/// Parameters are gathered in their gradients' buffers where the dtype is the same: after the step these have served.
+struct GatherInGradients<'a> {
+    gradients: &'a mut FullBuckets,
+    pools: &'a mut BufferPools,
+}
+
+impl GatherBuffers for GatherInGradients<'_> {
+    fn has_room(&self, bucket: &Bucket) -> bool {
+        bucket.grad_dtype == bucket.dtype || self.pools.has_room(bucket.dtype)
+    }
+
+    fn lend(&mut self, index: usize, bucket: &Bucket) -> Result<Buffer> {
+        match bucket.grad_dtype == bucket.dtype {
+            true => self.gradients.take(index),
+            false => self.pools.lend(bucket.dtype, bucket.padded_len),
+        }
+    }
+
+    fn give_back(&mut self, index: usize, bucket: &Bucket, buffer: Buffer) -> Result<()> {
+        if bucket.grad_dtype == bucket.dtype {
+            self.gradients.put(index, buffer);
+            return Ok(());
+        }
+        self.pools.give_back(buffer)
     }
 }

@@ -3,16 +3,14 @@
 use std::ops::Range;
 
 use candle_core::DType;
+use dp_core::bucket::Bucket;
 use dp_core::comm::Collective;
 use dp_core::memory::{Category, Ledger};
-use dp_core::strategy::Strategy;
+use dp_core::strategy::{BufferPools, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Error, Param, ReduceOp, Result};
 
 use crate::gather::{GatherBuffers, gather_parameters};
 use crate::zero1::own_slices;
-
-/// Buckets of full gradients that may exist at a time: one being filled, one being reduced.
-const MAX_BUCKETS: usize = 2;
 
 /// A full gradient lives only until its bucket is reduced: two transient bucket buffers serve all buckets in turn, and
 /// of each reduction only the own slice is kept, in a shard. With several micro-batches each one is reduced and added to
@@ -21,31 +19,24 @@ pub(crate) struct Zero2 {
     slices: Vec<Range<usize>>,
     shards: Vec<Buffer>,
     open: Vec<Option<Buffer>>,
-    transient: TransientBuffers,
-}
-
-struct TransientBuffers {
-    free: Vec<Buffer>,
-    allocated: usize,
-    padded_lens: Vec<usize>,
-    ledger: Ledger,
+    /// The dtype of each bucket's gradients, and its length with padding.
+    buckets: Vec<(DType, usize)>,
+    transient: BufferPools,
 }
 
 impl Zero2 {
     pub(crate) fn new(layout: &BucketLayout, ledger: &Ledger, rank: usize) -> Result<Self> {
         let slices = own_slices(layout, rank);
-        let shard =
-            |s: &Range<usize>| Buffer::reserved(DType::F32, s.len(), ledger, Category::Gradients);
+        let shards = layout.buckets().iter().zip(&slices).map(|(b, slice)| {
+            Buffer::reserved(b.grad_dtype, slice.len(), ledger, Category::Gradients)
+        });
+        let bucket = |b: &Bucket| (b.grad_dtype, b.padded_len);
         Ok(Self {
-            shards: slices.iter().map(shard).collect::<Result<_>>()?,
+            shards: shards.collect::<Result<_>>()?,
             slices,
+            buckets: layout.buckets().iter().map(bucket).collect(),
             open: layout.buckets().iter().map(|_| None).collect(),
-            transient: TransientBuffers {
-                free: Vec::new(),
-                allocated: 0,
-                padded_lens: layout.buckets().iter().map(|b| b.padded_len).collect(),
-                ledger: ledger.clone(),
-            },
+            transient: BufferPools::new(layout, ledger),
         })
     }
 }
@@ -72,14 +63,15 @@ impl Strategy for Zero2 {
     }
 
     fn has_room(&self, bucket: usize) -> bool {
-        self.open[bucket].is_some() || self.transient.has_room()
+        self.open[bucket].is_some() || self.transient.has_room(self.buckets[bucket].0)
     }
 
     fn buffer(&mut self, bucket: usize) -> Result<&mut Buffer> {
         let slot = &mut self.open[bucket];
+        let (dtype, len) = self.buckets[bucket];
         match slot {
             Some(buffer) => Ok(buffer),
-            None => Ok(slot.insert(self.transient.lend(bucket)?)),
+            None => Ok(slot.insert(self.transient.lend(dtype, len)?)),
         }
     }
 
@@ -90,22 +82,17 @@ impl Strategy for Zero2 {
     }
 
     fn reduced(&mut self, bucket: usize, buffer: Buffer, first: bool) -> Result<()> {
-        let own = &buffer.as_slice::<f32>()?[self.slices[bucket].clone()];
-        let shard = self.shards[bucket].as_mut_slice::<f32>()?;
+        let (own, shard) = (self.slices[bucket].clone(), &mut self.shards[bucket]);
         match first {
-            true => shard.copy_from_slice(own),
-            false => shard.iter_mut().zip(own).for_each(|(s, g)| *s += g),
+            true => shard.copy_from(&buffer, own)?,
+            false => shard.add_from(&buffer, own)?,
         }
-        self.transient.give_back(bucket, buffer);
-        Ok(())
+        self.transient.give_back(buffer)
     }
 
-    fn gradient(&self, bucket: usize) -> Result<&[f32]> {
-        self.shards[bucket].as_slice()
-    }
-
-    fn gradient_mut(&mut self, bucket: usize) -> Result<&mut [f32]> {
-        self.shards[bucket].as_mut_slice()
+    fn gradient(&self, bucket: usize) -> Result<(&Buffer, Range<usize>)> {
+        let shard = &self.shards[bucket];
+        Ok((shard, 0..shard.len()))
     }
 
     fn publish(
@@ -118,38 +105,17 @@ impl Strategy for Zero2 {
     }
 }
 
-impl TransientBuffers {
-    fn has_room(&self) -> bool {
-        !self.free.is_empty() || self.allocated < MAX_BUCKETS
-    }
-}
-
-impl GatherBuffers for TransientBuffers {
-    fn capacity(&self) -> usize {
-        MAX_BUCKETS
+/// Updated parameters are gathered in the same buffers that gradients were reduced in, or in others of their dtype.
+impl GatherBuffers for BufferPools {
+    fn has_room(&self, bucket: &Bucket) -> bool {
+        BufferPools::has_room(self, bucket.dtype)
     }
 
-    fn lend(&mut self, bucket: usize) -> Result<Buffer> {
-        let mut buffer = match self.free.pop() {
-            Some(buffer) => buffer,
-            None => {
-                // Every buffer can hold the largest bucket, so that steps after the first allocate nothing.
-                let capacity = self.padded_lens.iter().copied().max().unwrap_or(0);
-                self.allocated += 1;
-                Buffer::reserved(DType::F32, capacity, &self.ledger, Category::Communication)?
-            }
-        };
-        buffer.resize(self.padded_lens[bucket]);
-        Ok(buffer)
+    fn lend(&mut self, _index: usize, bucket: &Bucket) -> Result<Buffer> {
+        BufferPools::lend(self, bucket.dtype, bucket.padded_len)
     }
 
-    fn give_back(&mut self, _bucket: usize, buffer: Buffer) {
-        if self.allocated > MAX_BUCKETS {
-            // One more than usual was needed, because gradients appeared out of bucket order.
-            self.allocated -= 1;
-            drop(buffer);
-        } else {
-            self.free.push(buffer);
-        }
+    fn give_back(&mut self, _index: usize, _bucket: &Bucket, buffer: Buffer) -> Result<()> {
+        BufferPools::give_back(self, buffer)
     }
 }

@@ -191,7 +191,13 @@ fn bytes_sent_in_a_step_are_the_predicted_bytes() {
                     let sent = after.bytes_sent() - before.bytes_sent();
                     assert_eq!(
                         sent,
-                        bytes_sent_per_step(trainer.layout(), num_named, rank.rank())
+                        bytes_sent_per_step(
+                            trainer.layout(),
+                            strategy,
+                            None,
+                            num_named,
+                            rank.rank()
+                        )
                     );
 
                     let (n, s) = (world_size as u64, 4 * trainer.layout().padded_len() as u64);

@@ -16,6 +16,18 @@ mod backward;
 /// Bytes held and bytes sent: counted against predicted.
 mod memory;
 
+/// 16-bit parameters with f32 masters: exact values, and the same bits in all strategies.
+mod mixed_precision;
+
+/// f32 masters: refreshed, guarded, saved and loaded.
+mod masters;
+
+/// Loss scaling for f16.
+mod loss_scaling;
+
+/// Gradients that travel in fewer bits than they are kept in.
+mod communication_dtype;
+
 /// What a step does when ranks hold different amounts of data, or none.
 mod weights;
 

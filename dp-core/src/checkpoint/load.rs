@@ -17,6 +17,7 @@ use super::{CheckpointProblem as Problem, VALUE, problem};
 use crate::buffer::with_element;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::masters::MASTER;
 use crate::optim::{LrSchedule, Optimizer};
 use crate::param::{ParamKind, with_values_mut};
 use crate::replica::{ParamSpec, broadcast_values};
@@ -362,6 +363,7 @@ impl<O: Optimizer> Engine<O> {
             .map(|p| saved.get(p.name()).copied())
             .collect();
         self.steps = manifest.step;
+        self.loss_scale.resume(manifest.loss_scale);
         for (updates, record) in self.param_steps.iter_mut().zip(&records) {
             *updates = record.map_or(0, |r| r.updates);
         }
@@ -372,9 +374,20 @@ impl<O: Optimizer> Engine<O> {
                 let saved = records[segment.param_idx].is_some();
                 if saved {
                     let (name, range) = (param.name(), segment.in_param.clone());
-                    with_values_mut::<f32, _>(param.tensor(), |v| {
-                        shards.read(name, VALUE, range.clone(), &mut v[range])
-                    })??;
+                    with_element!(param.tensor().dtype(), T => {
+                        with_values_mut::<T, _>(param.tensor(), |v| {
+                            shards.read(name, VALUE, range.clone(), &mut v[range])
+                        })??
+                    });
+                }
+                if let Some(masters) = self.masters.of_mut(index) {
+                    let masters = &mut masters[segment.in_owned.clone()];
+                    match saved {
+                        true => {
+                            shards.read(param.name(), MASTER, segment.in_param.clone(), masters)?
+                        }
+                        false => param.read(segment.in_param.clone(), masters)?,
+                    }
                 }
                 let names = self.groups.groups()[self.group_of[segment.param_idx]]
                     .optimizer

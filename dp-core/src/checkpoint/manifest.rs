@@ -12,8 +12,11 @@ use super::file::OpenFile;
 use super::problem;
 use crate::error::Result;
 use crate::hashing::hex;
+use crate::loss_scale::LossScaleState;
+use crate::masters::MASTER;
 use crate::optim::LrSchedule;
 use crate::param::ParamKind;
+use crate::precision::has_master;
 use crate::replica::ParamSpec;
 
 /// The version that this library writes, and the only one it reads.
@@ -42,6 +45,8 @@ pub struct Manifest {
     pub bucket_cap: usize,
     /// The learning-rate schedule.
     pub schedule: LrSchedule,
+    /// The loss scale of the next step; `None` without loss scaling.
+    pub loss_scale: Option<LossScaleState>,
     /// The parameter groups; the default group is the first.
     pub groups: Vec<GroupRecord>,
     /// Where the run stood in its data.
@@ -200,6 +205,10 @@ impl Manifest {
                 ));
             }
         }
+        let is_scale = |s: LossScaleState| s.scale.is_finite() && s.scale >= 0.0;
+        if !self.loss_scale.is_none_or(is_scale) {
+            return Err(format!("{:?} is no loss scale", self.loss_scale));
+        }
         let mut names = HashSet::new();
         for p in &self.parameters {
             if !names.insert(p.name.as_str()) {
@@ -241,13 +250,15 @@ impl Manifest {
             .fold(0, |sum, r| sum.saturating_add(r.bytes))
     }
 
-    /// What is kept of a parameter: its value, and the states of its group's optimizer.
+    /// What is kept of a parameter: its value, the states of its group's optimizer, and the f32 master of a trained 16-bit one.
     pub(crate) fn states_of<'a>(&'a self, param: &'a ParamRecord) -> impl Iterator<Item = &'a str> {
         let group = param.group.map(|g| &self.groups[g]);
         let states = group
             .into_iter()
             .flat_map(|g| g.states.iter().map(String::as_str));
-        std::iter::once(super::VALUE).chain(states)
+        let dtype = param.dtype.parse().ok();
+        let master = group.and_then(|_| dtype.filter(|d| has_master(*d)).map(|_| MASTER));
+        std::iter::once(super::VALUE).chain(states).chain(master)
     }
 }
 

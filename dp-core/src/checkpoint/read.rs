@@ -71,7 +71,8 @@ impl Checkpoint {
         Ok(shards)
     }
 
-    /// All elements of a f32 parameter's value (`state` is `value`) or of one of its optimizer states, e.g. `exp_avg`.
+    /// All elements of a f32 parameter's value (`state` is `value`), of one of its optimizer states, e.g. `exp_avg`, or of the
+    /// `master` of a 16-bit parameter.
     ///
     /// # Errors
     /// [`Error::Checkpoint`](crate::Error::Checkpoint) if there is no such state, if it is not f32, or if files are missing or
@@ -80,7 +81,7 @@ impl Checkpoint {
         let of_name = |r: &&ParamRecord| r.name == param;
         let record = self.manifest.parameters.iter().find(of_name);
         let record = record.filter(|r| self.manifest.states_of(r).any(|s| s == state));
-        let Some(record) = record.filter(|r| r.dtype == "f32") else {
+        let Some(record) = record.filter(|r| r.dtype == "f32" || state != VALUE) else {
             let message = format!("it holds no f32 `{state}` of `{param}`");
             return Err(problem(&self.folder, Problem::Missing, message));
         };

@@ -23,6 +23,7 @@ use crate::comm::Communicator;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::little_endian::write_le;
+use crate::masters::MASTER;
 use crate::memory::Category;
 use crate::optim::Optimizer;
 use crate::param::{Param, ParamKind};
@@ -296,6 +297,14 @@ impl<O: Optimizer> Engine<O> {
                         state: Some((name, numbers)),
                     });
                 }
+                if let Some(masters) = self.masters.of(index) {
+                    let numbers = &masters[start..start + segment.in_bucket.len()];
+                    pieces.push(Piece {
+                        param,
+                        range: segment.in_param.clone(),
+                        state: Some((MASTER, numbers)),
+                    });
+                }
             }
         }
         for param in self
@@ -355,6 +364,7 @@ impl<O: Optimizer> Engine<O> {
             first_bucket_cap: self.bucket_caps.first(),
             bucket_cap: self.bucket_caps.rest(),
             schedule: self.schedule,
+            loss_scale: self.loss_scale.state,
             groups: groups.collect(),
             data: options.data,
             parameters: parameters.collect(),

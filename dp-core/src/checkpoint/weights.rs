@@ -109,6 +109,10 @@ impl<O: Optimizer> Engine<O> {
                 self.store.ledger(),
             )?;
         }
+        let (owned, params) = (self.owned(), &self.params);
+        self.masters.refresh(&self.layout, params, &owned, |i| {
+            present.contains(params[i].name())
+        })?;
         self.mark_update()
     }
 }

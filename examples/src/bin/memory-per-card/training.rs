@@ -83,7 +83,8 @@ fn run_steps(
 ) -> anyhow::Result<RankRun> {
     let comm = rank.comm();
     let params = trainer.store().params();
-    let bytes_predicted = bytes_sent_per_step(trainer.layout(), params.len(), rank.rank());
+    let bytes_predicted =
+        bytes_sent_per_step(trainer.layout(), sharding, None, params.len(), rank.rank());
     let mut batches = Batches::new(job, rank)?;
     let mut losses = Vec::with_capacity(job.options.steps);
     let mut bytes_sent = None;

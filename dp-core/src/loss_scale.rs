@@ -1,0 +1,245 @@
+//! Loss scaling, which keeps the gradients of f16 models in the range of f16.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What losses are multiplied by before backward, and gradients divided by before the update.
+///
+/// f16 has no numbers below `6e-8`, and many gradients are smaller. bf16 has the range of f32 and needs no scaling; a trainer
+/// of a model without f16 parameters warns about it.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum LossScaling {
+    /// No scaling.
+    #[default]
+    Off,
+    /// Always this number (`loss_scale` in DeepSpeed). What overflows is treated as [`NonFinite`](crate::NonFinite) says.
+    Static(f64),
+    /// As large as the gradients allow.
+    Dynamic(DynamicLossScale),
+}
+
+/// The rules of `torch.amp.GradScaler`, with its defaults. After a step whose gradients have a NaN or an infinity on any rank,
+/// all ranks skip the update and multiply the scale by `backoff_factor`; after `growth_interval` good steps in a row they
+/// multiply it by `growth_factor`, unless the product is no finite f32.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DynamicLossScale {
+    /// The first scale.
+    pub init_scale: f64,
+    /// More than 1.
+    pub growth_factor: f64,
+    /// Between 0 and 1.
+    pub backoff_factor: f64,
+    /// Good steps in a row before the scale grows.
+    pub growth_interval: u64,
+}
+
+impl Default for DynamicLossScale {
+    fn default() -> Self {
+        Self {
+            init_scale: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+        }
+    }
+}
+
+impl LossScaling {
+    /// Dynamic scaling with PyTorch's defaults.
+    pub fn dynamic() -> Self {
+        Self::Dynamic(DynamicLossScale::default())
+    }
+
+    /// Refuses values outside their range.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the field.
+    pub fn validate(&self) -> Result<()> {
+        let check = |what, ok: bool, value: f64, range: &str| match ok {
+            true => Ok(()),
+            false => Err(Error::invalid(what, format!("{value} is not {range}"))),
+        };
+        let positive = |x: f64| x > 0.0 && (x as f32).is_finite() && x as f32 > 0.0;
+        match *self {
+            Self::Off => Ok(()),
+            Self::Static(scale) => check(
+                "loss scale",
+                positive(scale),
+                scale,
+                "a positive f32 number",
+            ),
+            Self::Dynamic(d) => {
+                let (init, growth, backoff) = (d.init_scale, d.growth_factor, d.backoff_factor);
+                check("init_scale", positive(init), init, "a positive f32 number")?;
+                let grows = growth > 1.0 && growth.is_finite();
+                check("growth_factor", grows, growth, "above 1")?;
+                let shrinks = backoff > 0.0 && backoff < 1.0;
+                check("backoff_factor", shrinks, backoff, "between 0 and 1")?;
+                let interval = d.growth_interval;
+                check(
+                    "growth_interval",
+                    interval > 0,
+                    interval as f64,
+                    "at least 1",
+                )
+            }
+        }
+    }
+}
+
+/// The loss scale of a run at one moment: what checkpoints keep of it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct LossScaleState {
+    /// The scale of the next step.
+    pub scale: f64,
+    /// Good steps since the scale has changed (`_growth_tracker` in PyTorch).
+    pub growth_tracker: u64,
+}
+
+/// The scale and its rule.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LossScale {
+    rule: LossScaling,
+    pub state: Option<LossScaleState>,
+}
+
+impl LossScale {
+    pub fn new(rule: LossScaling) -> Result<Self> {
+        rule.validate()?;
+        let scale = match rule {
+            LossScaling::Off => None,
+            LossScaling::Static(scale) => Some(scale),
+            LossScaling::Dynamic(d) => Some(d.init_scale),
+        };
+        let state = |scale| LossScaleState {
+            scale,
+            growth_tracker: 0,
+        };
+        Ok(Self {
+            rule,
+            state: scale.map(state),
+        })
+    }
+
+    pub fn scale(&self) -> f64 {
+        self.state.map_or(1.0, |s| s.scale)
+    }
+
+    /// Goes on from a checkpoint. Without a scale in it, or with none here, nothing changes.
+    pub fn resume(&mut self, saved: Option<LossScaleState>) {
+        if let (LossScaling::Dynamic(_), Some(own), Some(saved)) =
+            (self.rule, &mut self.state, saved)
+        {
+            *own = saved;
+        }
+    }
+
+    /// After a step that had gradients.
+    pub fn update(&mut self, overflow: bool) {
+        let (LossScaling::Dynamic(rule), Some(state)) = (self.rule, &mut self.state) else {
+            return;
+        };
+        if overflow {
+            // As PyTorch, whose scale may reach 0 when nothing else helps: then training cannot go on, and the reports say so.
+            state.scale = f64::from((state.scale * rule.backoff_factor) as f32);
+            state.growth_tracker = 0;
+            return;
+        }
+        state.growth_tracker += 1;
+        if state.growth_tracker == rule.growth_interval {
+            let grown = (state.scale * rule.growth_factor) as f32;
+            if grown.is_finite() {
+                state.scale = f64::from(grown);
+            }
+            state.growth_tracker = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_and_backoff_follow_pytorch() -> Result<()> {
+        let rule = DynamicLossScale {
+            growth_interval: 3,
+            ..DynamicLossScale::default()
+        };
+        let mut scale = LossScale::new(LossScaling::Dynamic(rule))?;
+        // good, good, overflow, good, good, good, good: torch.amp.GradScaler gives these.
+        let overflows = [false, false, true, false, false, false, false];
+        let seen = overflows.map(|overflow| {
+            scale.update(overflow);
+            (scale.scale(), scale.state.map_or(0, |s| s.growth_tracker))
+        });
+        let expected = [
+            (65536.0, 1),
+            (65536.0, 2),
+            (32768.0, 0),
+            (32768.0, 1),
+            (32768.0, 2),
+            (65536.0, 0),
+            (65536.0, 1),
+        ];
+        assert_eq!(seen, expected);
+        Ok(())
+    }
+
+    #[test]
+    fn the_scale_stays_a_finite_number() -> Result<()> {
+        let rule = DynamicLossScale {
+            init_scale: 2f64.powi(127),
+            growth_interval: 1,
+            ..DynamicLossScale::default()
+        };
+        let mut scale = LossScale::new(LossScaling::Dynamic(rule))?;
+        scale.update(false);
+        assert_eq!(scale.scale(), 2f64.powi(127));
+        Ok(())
+    }
+
+    #[test]
+    fn settings_out_of_range_are_named() {
+        let d = DynamicLossScale::default();
+        let cases = [
+            (LossScaling::Static(0.0), "loss scale"),
+            (LossScaling::Static(f64::NAN), "loss scale"),
+            (
+                LossScaling::Dynamic(DynamicLossScale {
+                    init_scale: 1e39,
+                    ..d
+                }),
+                "init_scale",
+            ),
+            (
+                LossScaling::Dynamic(DynamicLossScale {
+                    growth_factor: 1.0,
+                    ..d
+                }),
+                "growth_factor",
+            ),
+            (
+                LossScaling::Dynamic(DynamicLossScale {
+                    backoff_factor: 1.0,
+                    ..d
+                }),
+                "backoff_factor",
+            ),
+            (
+                LossScaling::Dynamic(DynamicLossScale {
+                    growth_interval: 0,
+                    ..d
+                }),
+                "growth_interval",
+            ),
+        ];
+        for (setting, name) in cases {
+            let error = setting.validate().map_err(|e| e.to_string());
+            assert!(error.is_err_and(|e| e.contains(name)), "{setting:?}");
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! fp32 masters: what the optimizer updates where parameters are 16-bit numbers.
+//!
+//! A step often changes a weight by less than half the distance between two bf16 numbers. Such changes add up in the master,
+//! and the parameter is the master rounded.
+
+use std::ops::Range;
+
+use candle_core::DType;
+
+use crate::bucket::{Bucket, BucketLayout};
+use crate::buffer::Buffer;
+use crate::error::Result;
+use crate::memory::{Category, Ledger};
+use crate::param::{Param, with_values};
+use crate::precision::{CHUNK, Trainable, has_master, with_trainable};
+
+/// The state's name in checkpoints.
+pub(crate) const MASTER: &str = "master";
+
+/// Per bucket the f32 values of the owned range; nothing where the parameters are f32 themselves.
+pub(crate) struct Masters(Vec<Option<Buffer>>);
+
+impl Masters {
+    /// Takes the parameters' values. `owned`: per bucket, what this rank updates.
+    pub fn new(
+        layout: &BucketLayout,
+        params: &[Param],
+        owned: &[Range<usize>],
+        ledger: &Ledger,
+    ) -> Result<Self> {
+        let master = |(bucket, owned): (&Bucket, &Range<usize>)| {
+            let buffer = || Buffer::reserved(DType::F32, owned.len(), ledger, Category::Optimizer);
+            has_master(bucket.dtype).then(buffer).transpose()
+        };
+        let buckets = layout.buckets().iter().zip(owned);
+        let mut masters = Self(buckets.map(master).collect::<Result<_>>()?);
+        masters.refresh(layout, params, owned, |_| true)?;
+        Ok(masters)
+    }
+
+    /// The masters of a bucket's owned range.
+    pub fn of(&self, bucket: usize) -> Option<&[f32]> {
+        self.0[bucket].as_ref()?.as_slice().ok()
+    }
+
+    /// [`of`](Self::of), to be written.
+    pub fn of_mut(&mut self, bucket: usize) -> Option<&mut [f32]> {
+        self.0[bucket].as_mut()?.as_mut_slice().ok()
+    }
+
+    /// Makes the masters of the parameters that satisfy `wanted` what these are now.
+    pub fn refresh(
+        &mut self,
+        layout: &BucketLayout,
+        params: &[Param],
+        owned: &[Range<usize>],
+        wanted: impl Fn(usize) -> bool,
+    ) -> Result<()> {
+        for (index, bucket) in layout.buckets().iter().enumerate() {
+            let Some(masters) = self.of_mut(index) else {
+                continue;
+            };
+            for segment in bucket.segments(owned[index].clone()) {
+                if wanted(segment.param_idx) {
+                    let param = &params[segment.param_idx];
+                    param.read(segment.in_param, &mut masters[segment.in_owned])?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Per parameter: is an owned element of it not its master rounded? Then somebody else has written it.
+    pub fn find_altered(
+        &self,
+        layout: &BucketLayout,
+        params: &[Param],
+        owned: &[Range<usize>],
+    ) -> Result<Vec<bool>> {
+        let mut altered = vec![false; params.len()];
+        for (index, bucket) in layout.buckets().iter().enumerate() {
+            let Some(masters) = self.of(index) else {
+                continue;
+            };
+            for segment in bucket.segments(owned[index].clone()) {
+                let masters = &masters[segment.in_owned];
+                let tensor = params[segment.param_idx].tensor();
+                let same = with_trainable!(bucket.dtype, T => {
+                    with_values(tensor, |values: &[T]| are_rounded(masters, &values[segment.in_param]))
+                })?;
+                altered[segment.param_idx] |= !same;
+            }
+        }
+        Ok(altered)
+    }
+}
+
+fn are_rounded<T: Trainable>(masters: &[f32], values: &[T]) -> bool {
+    let (mut rounded, mut wide) = ([0f32; CHUNK], [0f32; CHUNK]);
+    let mut narrow = [T::ZERO; CHUNK];
+    masters
+        .chunks(CHUNK)
+        .zip(values.chunks(CHUNK))
+        .all(|(m, v)| {
+            let n = m.len();
+            T::narrow(m, &mut narrow[..n]);
+            T::widen(&narrow[..n], &mut rounded[..n]);
+            T::widen(v, &mut wide[..n]);
+            // A NaN is a NaN, whatever its bits.
+            let same =
+                |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+            rounded[..n].iter().zip(&wide[..n]).all(same)
+        })
+}
