@@ -76,8 +76,8 @@ impl EngineConfig {
         }
     }
 
-    /// True if steps with NaN or infinite gradients are skipped.
-    pub(crate) fn skips_non_finite(&self) -> bool {
+    /// True if steps with NaN or infinite gradients are skipped: by [`NonFinite::SkipStep`], or for a dynamic loss scale.
+    pub fn skips_non_finite(&self) -> bool {
         self.non_finite == NonFinite::SkipStep
             || matches!(self.loss_scaling, LossScaling::Dynamic(_))
     }

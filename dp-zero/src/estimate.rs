@@ -1,7 +1,6 @@
 //! Bytes per rank, predicted: for a real bucket layout to the byte, for a parameter count by the paper's formulas.
 
-use candle_core::DType;
-use dp_core::{BucketLayout, GradAccumDType, Param};
+use dp_core::{BucketLayout, EngineConfig, GradAccumDType, Param};
 use serde::Serialize;
 
 use crate::optimizer::ZeroStage;
@@ -155,20 +154,21 @@ impl ModelStates {
     }
 }
 
-/// Bytes that `rank` sends in one step of one micro-batch, without clipping, buffers and extra checks. For each bucket of
-/// `G` padded bytes of gradients, as they travel (`communication_dtype`, or else as they are kept), and `P` of parameters:
-/// `2 (N-1)/N G` for an all-reduce, `(N-1)/N (G + P)` for a reduce-scatter and an all-gather. And a small all-reduce of 8
-/// bytes per named tensor and 24 more, which tells the weight of the step and who was used by any rank.
+/// Bytes that `rank` sends in one step of one micro-batch, without clipping, buffers and the comparison of replicas. For each
+/// bucket of `G` padded bytes of gradients, as they travel (`communication_dtype`, or else as they are kept), and `P` of
+/// parameters: `2 (N-1)/N G` for an all-reduce, `(N-1)/N (G + P)` for a reduce-scatter and an all-gather. And a small
+/// all-reduce of 8 bytes per named tensor and 24 more, which tells the weight of the step and who was used by any rank. And
+/// `8 (N-1)` where steps with non-finite gradients are skipped.
 pub fn bytes_sent_per_step(
     layout: &BucketLayout,
     sharding: Sharding,
-    communication_dtype: Option<DType>,
+    config: &EngineConfig,
     num_named: usize,
     rank: usize,
 ) -> u64 {
     let (n, r) = (layout.world_size() as u64, rank as u64);
     let slices = layout.buckets().iter().map(|bucket| {
-        let gradients = communication_dtype.unwrap_or(bucket.grad_dtype);
+        let gradients = config.communication_dtype.unwrap_or(bucket.grad_dtype);
         let published = match sharding {
             Sharding::Ddp => gradients,
             _ => bucket.dtype,
@@ -180,7 +180,8 @@ pub fn bytes_sent_per_step(
     // Slices of an all-reduce need not be equal: rank r reduces elements [r L/N, (r+1) L/N).
     let summary = 3 + num_named as u64;
     let own = (r + 1) * summary / n - r * summary / n;
-    gradients_and_parameters + 8 * ((summary - own) + (n - 1) * own)
+    let found = u64::from(config.skips_non_finite()) * (n - 1);
+    gradients_and_parameters + 8 * ((summary - own) + (n - 1) * own + found)
 }
 
 #[cfg(test)]

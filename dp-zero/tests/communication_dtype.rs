@@ -1,6 +1,6 @@
 use candle_core::{DType, Tensor};
 use candle_nn::Init;
-use dp_core::{ParamStore, Rank, Result, Sgd, Trainer};
+use dp_core::{EngineConfig, ParamStore, Rank, Result, Sgd, Trainer};
 use dp_zero::{Sharding, bytes_sent_per_step};
 
 use crate::support::{AnyTrainer, STRATEGIES, caps, noise, ranks, same_on_all, values};
@@ -16,9 +16,11 @@ fn mean_gradient(
     let vb = store.var_builder(DType::F32);
     let a = vb.get_with_hints((13, 7), "a", Init::Const(0.0))?;
     let b = vb.get_with_hints(5, "b", Init::Const(0.0))?;
+    let mut config = EngineConfig::default();
+    config.bucket_caps = caps(40);
+    config.communication_dtype = wire;
     let mut trainer = AnyTrainer::with_settings(strategy, store, rank, Sgd::new(1.0), |engine| {
-        engine.bucket_caps = caps(40);
-        engine.communication_dtype = wire;
+        *engine = config.clone();
     })?;
     let before = rank.comm().traffic().bytes_sent();
     let loss = |w: &Tensor, seed| (w * (noise(seed, w.shape()) * scale)?)?.sum_all();
@@ -27,7 +29,7 @@ fn mean_gradient(
     trainer.step()?;
     let sent = rank.comm().traffic().bytes_sent() - before;
     let layout = trainer.layout();
-    let predicted = bytes_sent_per_step(layout, strategy, wire, 2, rank.rank());
+    let predicted = bytes_sent_per_step(layout, strategy, &config, 2, rank.rank());
     assert_eq!(sent, predicted, "{strategy:?} {wire:?}");
     Ok([values(&a), values(&b)].concat())
 }

@@ -38,7 +38,7 @@ pub fn page(report: &Report) -> String {
             body {
                 h1 { (title) }
                 p {
-                    "The same GPT (" (thousands(report.num_params as u64)) " parameters, " (report.dtype) ", AdamW) on the same "
+                    "The same GPT (" (thousands(report.num_params as u64)) " parameters, " (report.precision()) ", AdamW) on the same "
                     (thousands(report.model.text_bytes as u64)) " bytes of text, once per strategy. Seed " (report.seed) "."
                 }
                 h2 { "What each card holds" }

@@ -74,7 +74,9 @@ fn run(job: &Job) -> anyhow::Result<bool> {
     let report = Report {
         world_size: usize::from(options.ranks),
         num_params: job.model.num_params(),
-        dtype: "f32",
+        dtype: options.dtype.as_str(),
+        grad_dtype: options.grad_accum_dtype.of(options.dtype).as_str(),
+        communication_dtype: options.communication_dtype.map(|d| d.as_str()),
         seed: options.seed,
         model: Model {
             layers: options.layers,

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
+use candle_core::DType;
 use clap::Parser;
-use dp_core::BucketCaps;
+use dp_core::{BucketCaps, EngineConfig, GradAccumDType, LossScaling};
 use dp_models::{ByteTokens, GptConfig};
 use dp_zero::Sharding;
 
@@ -47,6 +48,15 @@ pub struct Options {
     /// Size of the gradient buckets; zero2 holds up to two of them at a time
     #[arg(long, default_value_t = 1024, value_parser = positive)]
     pub bucket_kib: usize,
+    /// Dtype of the parameters: f32, bf16 or f16; the last two have f32 masters, and f16 has a dynamic loss scale
+    #[arg(long, default_value = "f32", value_parser = dtype)]
+    pub dtype: DType,
+    /// What gradients of 16-bit parameters are kept in: f32, or parameter (their own dtype, as in the ZeRO paper)
+    #[arg(long, default_value = "f32", value_parser = grad_accum_dtype)]
+    pub grad_accum_dtype: GradAccumDType,
+    /// Dtype in which gradients travel; without it, the one they are kept in
+    #[arg(long, value_parser = dtype)]
+    pub communication_dtype: Option<DType>,
     /// Learning rate of AdamW
     #[arg(long, default_value_t = 5e-4)]
     pub lr: f64,
@@ -58,7 +68,7 @@ pub struct Job {
     pub options: Options,
     pub model: GptConfig,
     pub text: ByteTokens,
-    pub bucket_caps: BucketCaps,
+    pub engine: EngineConfig,
 }
 
 impl Options {
@@ -100,7 +110,13 @@ impl Options {
         let text = text.map_err(|e| anyhow::anyhow!("{flag}: {}", one_line(&e)))?;
         text.num_windows(self.context)
             .map_err(|e| anyhow::anyhow!("{flag}, --context: {}", one_line(&e)))?;
-        let bucket_caps = BucketCaps::new(self.bucket_kib * 1024)?;
+        let mut engine = EngineConfig::default();
+        engine.bucket_caps = BucketCaps::new(self.bucket_kib * 1024)?;
+        engine.grad_accum_dtype = self.grad_accum_dtype;
+        engine.communication_dtype = self.communication_dtype;
+        if self.dtype == DType::F16 {
+            engine.loss_scaling = LossScaling::dynamic();
+        }
         std::fs::create_dir_all(&self.out)
             .map_err(|e| anyhow::anyhow!("--out: cannot create {}: {e}", self.out.display()))?;
         for name in ["report.json", "report.html"] {
@@ -115,7 +131,7 @@ impl Options {
             options: self,
             model,
             text,
-            bucket_caps,
+            engine,
         })
     }
 
@@ -154,6 +170,23 @@ fn machine_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
     Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
+}
+
+fn dtype(name: &str) -> Result<DType, String> {
+    match name {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::BF16),
+        "f16" => Ok(DType::F16),
+        _ => Err("expected f32, bf16 or f16".to_string()),
+    }
+}
+
+fn grad_accum_dtype(name: &str) -> Result<GradAccumDType, String> {
+    match name {
+        "f32" => Ok(GradAccumDType::F32),
+        "parameter" => Ok(GradAccumDType::Parameter),
+        _ => Err("expected f32 or parameter".to_string()),
+    }
 }
 
 fn strategy(name: &str) -> Result<Sharding, String> {

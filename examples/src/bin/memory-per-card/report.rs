@@ -8,7 +8,12 @@ use serde::Serialize;
 pub struct Report {
     pub world_size: usize,
     pub num_params: usize,
+    /// Of the parameters.
     pub dtype: &'static str,
+    /// What their gradients are kept in.
+    pub grad_dtype: &'static str,
+    /// What gradients travel in, if that was chosen.
+    pub communication_dtype: Option<&'static str>,
     pub seed: u64,
     pub model: Model,
     pub strategies: Vec<StrategyReport>,
@@ -87,6 +92,21 @@ impl StrategyReport {
 }
 
 impl Report {
+    /// `f32`, or `bf16 (gradients in f32)`.
+    pub fn precision(&self) -> String {
+        let mut parts = Vec::new();
+        if self.dtype != "f32" {
+            parts.push(format!("gradients in {}", self.grad_dtype));
+        }
+        if let Some(dtype) = self.communication_dtype {
+            parts.push(format!("sent in {dtype}"));
+        }
+        match parts.is_empty() {
+            true => self.dtype.to_string(),
+            false => format!("{} ({})", self.dtype, parts.join(", ")),
+        }
+    }
+
     /// What must hold, with whether it does. A run in which one does not hold has failed.
     pub fn checks(&self) -> Vec<(String, bool)> {
         let mut checks = Vec::new();

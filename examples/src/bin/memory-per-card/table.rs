@@ -10,7 +10,7 @@ pub fn print(report: &Report) {
     println!(
         "\nGPT with {} parameters in {} on {} ranks; {} steps of {} x {} tokens per rank; seed {}\n",
         thousands(report.num_params as u64),
-        report.dtype,
+        report.precision(),
         report.world_size,
         report.strategies.first().map_or(0, |s| s.losses.len()),
         report.model.batch,

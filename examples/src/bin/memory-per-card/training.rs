@@ -4,9 +4,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Tensor};
 use dp_core::memory::{heap_usage, reset_heap_peak};
-use dp_core::{
-    AdamW, DistributedSampler, EngineConfig, ParamStore, Rank, Trainer, World, weighted_mean,
-};
+use dp_core::{AdamW, DistributedSampler, ParamStore, Rank, Trainer, World, weighted_mean};
 use dp_models::Gpt;
 use dp_zero::{ModelStates, Sharding, bytes_sent_per_step};
 use indicatif::ProgressBar;
@@ -64,10 +62,9 @@ fn train_rank(
     reset_heap_peak(Some(rank.rank()));
 
     let store = ParamStore::new(rank.device()).with_seed(job.options.seed);
-    let model = Gpt::new(&job.model, store.var_builder(DType::F32))?;
+    let model = Gpt::new(&job.model, store.var_builder(job.options.dtype))?;
     let optimizer = AdamW::with_lr(job.options.lr);
-    let mut engine = EngineConfig::default();
-    engine.bucket_caps = job.bucket_caps;
+    let engine = job.engine.clone();
     let trainer = dp_zero::trainer(sharding, store, rank.comm(), optimizer, engine)?;
     run_steps(job, sharding, rank, &model, trainer, heap_before, progress)
 }
@@ -83,8 +80,13 @@ fn run_steps(
 ) -> anyhow::Result<RankRun> {
     let comm = rank.comm();
     let params = trainer.store().params();
-    let bytes_predicted =
-        bytes_sent_per_step(trainer.layout(), sharding, None, params.len(), rank.rank());
+    let bytes_predicted = bytes_sent_per_step(
+        trainer.layout(),
+        sharding,
+        &job.engine,
+        params.len(),
+        rank.rank(),
+    );
     let mut batches = Batches::new(job, rank)?;
     let mut losses = Vec::with_capacity(job.options.steps);
     let mut bytes_sent = None;
@@ -98,13 +100,16 @@ fn run_steps(
         let sent_before = comm.traffic().bytes_sent();
         let loss = model.loss(&inputs, &targets)?;
         trainer.backward(&loss)?;
-        trainer.step()?;
+        let skipped = trainer.step()?.skipped.is_some();
         let sent = comm.traffic().bytes_sent() - sent_before;
-        if bytes_sent.is_some_and(|b| b != sent) {
-            anyhow::bail!("step {step} sent {sent} bytes, the steps before {bytes_sent:?}");
+        // A step that the loss scale was too large for gathers no parameters.
+        if !skipped {
+            if bytes_sent.is_some_and(|b| b != sent) {
+                anyhow::bail!("step {step} sent {sent} bytes, the steps before {bytes_sent:?}");
+            }
+            bytes_sent = Some(sent);
         }
-        bytes_sent = Some(sent);
-        let loss = f64::from(loss.to_scalar::<f32>()?);
+        let loss = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
         losses.push(weighted_mean(comm.as_ref(), loss, 1.0)?);
         if rank.rank() == 0 {
             progress.set_message(format!("{} loss {:.3}", sharding.name(), losses[step]));
