@@ -265,4 +265,24 @@ mod tests {
         }
         Ok(())
     }
+
+    /// Case of mixed precision: masters in f32 make up for what 16 bits lose.
+    #[test]
+    fn training_in_16_bits_ends_near_the_loss_of_f32() -> anyhow::Result<()> {
+        let arguments = "--ranks 2 --steps 200 --width 48 --heads 2 --layers 2 --context 32 --batch 4 --lr 3e-3 --dtype";
+        let last = |dtype: &str| -> anyhow::Result<f64> {
+            let job = job(&format!("{arguments} {dtype}"))?;
+            let world = World::threads(2)?.with_threads_per_rank(1);
+            let report = train(&job, &world, Sharding::Zero2, &ProgressBar::hidden())?;
+            Ok(report.losses[199])
+        };
+        let f32 = last("f32")?;
+        assert!(f32 < 2.6, "it has learned something: {f32}");
+        for dtype in ["bf16", "f16", "bf16 --grad-accum-dtype parameter"] {
+            let loss = last(dtype)?;
+            let difference = (loss / f32 - 1.0).abs();
+            assert!(difference < 0.02, "{dtype}: {loss}, f32: {f32}");
+        }
+        Ok(())
+    }
 }
