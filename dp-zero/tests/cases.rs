@@ -1,7 +1,8 @@
 use candle_core::{DType, Tensor};
-use dp_core::{AdamW, Error, Optimizer, ParamStore, Rank, Result, Sgd, Trainer};
+use dp_core::{AdamW, Error, GradAccumDType, Optimizer, ParamStore, Rank, Result, Sgd, Trainer};
 use dp_zero::Sharding;
 
+use crate::mixed_precision::{constant, slope, widened};
 use crate::support::{AnyTrainer, STRATEGIES, caps, ones, ranks, same_on_all, values};
 
 /// A trainer over one probe parameter per name, SGD with learning rate 0.25.
@@ -59,7 +60,7 @@ fn c05_a_parameter_that_one_rank_does_not_use() {
 #[test]
 fn c09_every_bucket_cap_reduces_every_parameter() {
     const SIZES: [usize; 5] = [16, 17, 1, 15, 64];
-    let run = |strategy: Sharding, world_size: usize, cap: usize| {
+    let run = |strategy: Sharding, world_size: usize, cap: usize, wire: Option<DType>| {
         same_on_all(ranks(world_size, move |rank| {
             let store = ParamStore::new(rank.device()).with_seed(2);
             let vb = store.var_builder(DType::F32);
@@ -69,8 +70,11 @@ fn c09_every_bucket_cap_reduces_every_parameter() {
                 .enumerate()
                 .map(|(i, n)| vb.get_with_hints(*n, &format!("w{i}"), init))
                 .collect::<candle_core::Result<_>>()?;
-            let mut trainer =
-                AnyTrainer::new(strategy, store, &rank, AdamW::with_lr(0.1), caps(cap))?;
+            let adamw = AdamW::with_lr(0.1);
+            let mut trainer = AnyTrainer::with_settings(strategy, store, &rank, adamw, |engine| {
+                engine.bucket_caps = caps(cap);
+                engine.communication_dtype = wire;
+            })?;
             for _ in 0..2 {
                 let mut loss = Tensor::new(0f32, rank.device())?;
                 for w in &w {
@@ -82,13 +86,13 @@ fn c09_every_bucket_cap_reduces_every_parameter() {
             Ok(w.iter().map(values).collect::<Vec<_>>())
         }))
     };
-    for world_size in [2, 3] {
-        let expected = run(Sharding::Ddp, world_size, 1 << 28);
+    for (world_size, wire) in [2, 3].map(|n| [(n, None), (n, Some(DType::BF16))]).concat() {
+        let expected = run(Sharding::Ddp, world_size, 1 << 28, wire);
         for cap in [1, 15, 16, 17, 64, 65, 1_000_000_000] {
             for strategy in STRATEGIES {
                 assert!(
-                    run(strategy, world_size, cap) == expected,
-                    "{strategy:?}, {world_size} ranks, cap {cap}"
+                    run(strategy, world_size, cap, wire) == expected,
+                    "{strategy:?}, {world_size} ranks, cap {cap}, {wire:?}"
                 );
             }
         }
@@ -118,6 +122,30 @@ fn c20_and_c23_accumulation_to_the_exact_value() {
             }
             Ok(())
         });
+    }
+}
+
+#[test]
+fn c20_accumulation_in_16_bits() {
+    for strategy in STRATEGIES {
+        for accum in [GradAccumDType::F32, GradAccumDType::Parameter] {
+            ranks(2, move |rank| {
+                let store = ParamStore::new(rank.device());
+                let w = constant(&store, DType::BF16, 1, 4.0)?;
+                let sgd = Sgd::new(1.0);
+                let mut trainer = AnyTrainer::with_settings(strategy, store, &rank, sgd, |e| {
+                    e.grad_accum_dtype = accum;
+                })?;
+                let mut window = trainer.accumulate(2)?;
+                for g in [[1.0, 3.0], [5.0, 7.0]][rank.rank()] {
+                    window.backward(&slope(&w, g)?)?;
+                }
+                window.finish()?;
+                trainer.step()?;
+                assert_eq!(widened(&w), [0.0], "{strategy:?} {accum:?}");
+                Ok(())
+            });
+        }
     }
 }
 
