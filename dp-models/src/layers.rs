@@ -19,7 +19,10 @@ mod embedding;
 mod gelu;
 mod layer_norm;
 mod linear;
+mod rms_norm;
+mod rotary;
 mod softmax;
+mod swiglu;
 mod values;
 mod widen;
 
@@ -31,4 +34,7 @@ pub use embedding::embed;
 pub use gelu::{gelu_erf, gelu_tanh};
 pub use layer_norm::LayerNorm;
 pub use linear::{linear, linear_gelu};
+pub use rms_norm::RmsNorm;
+pub use rotary::{Rotary, RotaryPairs};
 pub use softmax::softmax;
+pub use swiglu::{SwiGlu, silu_gated};
