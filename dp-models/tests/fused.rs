@@ -186,6 +186,34 @@ fn gradients_are_slopes() {
     check_differences("layer norm", &layer_norm, &norm);
 }
 
+/// The result is transposed, so the gradient comes in as a view.
+#[test]
+fn gradients_that_are_not_contiguous() {
+    let inputs = [random(1, &[3, 4]), random(2, &[5, 4]), random(3, &[5])];
+    check_node(
+        "linear",
+        &|t| linear(&t[0], &t[1], Some(&t[2]))?.t(),
+        &inputs,
+    );
+    check_node(
+        "linear without bias",
+        &|t| linear(&t[0], &t[1], None)?.t(),
+        &inputs[..2],
+    );
+    check(
+        "linear gelu",
+        &|t| linear_gelu(&t[0], &t[1], &t[2])?.t(),
+        &inputs,
+    );
+    check_node("gelu tanh", &|t| gelu_tanh(&t[0])?.t(), &inputs[..1]);
+    check_node("gelu erf", &|t| gelu_erf(&t[0])?.t(), &inputs[..1]);
+    let tokens = Tensor::new(&[[1u32, 4], [1, 1]], &CPU).unwrap();
+    let tables = [random(2, &[5, 4]), random(1, &[3, 4])];
+    check_node("embed", &|t| embed(&tokens, &t[0], &t[1])?.t(), &tables);
+    let norm = [random(1, &[3, 4]), random(5, &[4]), random(6, &[4])];
+    check_node("layer norm", &|t| layer_norm(t)?.t(), &norm);
+}
+
 #[test]
 fn no_rows() {
     let inputs = [random(1, &[0, 4]), random(2, &[5, 4]), random(3, &[5])];

@@ -179,6 +179,19 @@ fn gradients_are_slopes() {
     }
 }
 
+/// The result is transposed, so the gradient comes in as a view.
+#[test]
+fn gradients_that_are_not_contiguous() {
+    let inputs = [random(1, &[3, 4]), random(2, &[4])];
+    check_node("rms norm", &|t| rms_norm(t)?.t(), &inputs);
+    let pair = [random(1, &[3, 4]), random(2, &[3, 4])];
+    check_node("silu gated", &|t| silu_gated(&t[0], &t[1])?.t(), &pair);
+    for pairs in PAIRS {
+        let layer: Layer<'_> = &|t| rotary(4, pairs, t[0].dtype()).forward(&t[0], 1)?.t();
+        check_node("rotary", layer, &inputs[..1]);
+    }
+}
+
 #[test]
 fn no_rows() {
     check_empty(

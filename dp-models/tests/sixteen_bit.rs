@@ -3,7 +3,8 @@
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use dp_models::{
-    ByteTokens, Gpt, GptConfig, LayerNorm, RmsNorm, embed, linear, linear_gelu, silu_gated,
+    Activation, ByteTokens, Gpt, GptConfig, LayerNorm, Mlp, MlpConfig, RmsNorm, embed, linear,
+    linear_gelu, silu_gated,
 };
 
 use crate::allocations::live_bytes;
@@ -217,4 +218,34 @@ fn sixteen_bits_add_no_nodes() {
     assert_eq!(nodes(DType::F32), names(&vars).len() + 1 + 2 * 9 + 3);
     assert_eq!(nodes(DType::F16), nodes(DType::F32));
     assert_eq!(nodes(DType::BF16), nodes(DType::F32));
+}
+
+/// In 16 bits a network gives what it gives in f32, to the rounding between its layers.
+#[test]
+fn an_mlp_works_in_16_bits() {
+    let config = MlpConfig {
+        input: 7,
+        hidden: vec![9, 5],
+        output: 3,
+        activation: Activation::GeluTanh,
+    };
+    let single = VarMap::new();
+    let mlp = |vars: &VarMap, dtype| Mlp::new(&config, VarBuilder::from_varmap(vars, dtype, &CPU));
+    let want = mlp(&single, DType::F32).unwrap();
+    let x = random(1, &[4, 7]);
+    let want = want.forward(&x).unwrap();
+    for (dtype, tolerance) in [(DType::F16, 1e-2), (DType::BF16, 8e-2)] {
+        let vars = VarMap::new();
+        let mlp = mlp(&vars, dtype).unwrap();
+        for name in names(&single) {
+            let value = var(&single, &name).to_dtype(dtype).unwrap();
+            vars.data().lock().unwrap()[&name].set(&value).unwrap();
+        }
+        let y = mlp.forward(&x.to_dtype(dtype).unwrap()).unwrap();
+        assert_close_within("mlp", &y, &want, tolerance);
+        let grads = y.sum_all().unwrap().backward().unwrap();
+        for var in vars.all_vars() {
+            assert_eq!(grads.get(&var).unwrap().dtype(), dtype);
+        }
+    }
 }
