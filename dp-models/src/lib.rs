@@ -13,6 +13,14 @@
 //! 4. A last [`LayerNorm`], and the head turns every position into `V` logits. The tied head is the token embedding itself.
 //! 5. [`cross_entropy`] is the mean over all positions of the batch, one scalar on which `backward()` is called.
 //!
+//! # Dtypes
+//!
+//! On the CPU the layers take f32, f16, bf16 and f64. 16-bit numbers are computed with in f32, sums included, and rounded once
+//! where a layer returns them; what stays in memory for the backward pass is 16 bit. [`cross_entropy`] of 16-bit logits is an
+//! f32 loss, so there is room to scale it. f32, f16 and bf16 may be mixed: **a result has the dtype of the layer's input, and a
+//! gradient that of what it belongs to.** So a bf16 model may keep its [`LayerNorm`] weights, or all weights, in f32. f64 is
+//! mixed with nothing.
+//!
 //! Every step is made of operations with a backward pass, so each parameter gets a gradient. Three fast `candle_nn`
 //! operations (its `LayerNorm` on contiguous input, `softmax_last_dim`, `rope`) have none, and are not used.
 //!
@@ -51,8 +59,8 @@ mod ids;
 
 pub use gpt::{Gpt, GptConfig, Sampling};
 pub use layers::{
-    CausalMask, CausalSelfAttention, Dropout, LayerNorm, attention, cross_entropy, embed,
-    gelu_tanh, linear, linear_gelu, softmax,
+    CausalMask, CausalSelfAttention, Dropout, LayerNorm, RmsNorm, Rotary, RotaryPairs, SwiGlu,
+    attention, cross_entropy, embed, gelu_erf, gelu_tanh, linear, linear_gelu, silu_gated, softmax,
 };
 pub use mlp::{Activation, Mlp, MlpConfig};
 pub use tokens::ByteTokens;

@@ -1,9 +1,9 @@
 //! A multi-layer perceptron.
 
-use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{Linear, VarBuilder, linear};
+use candle_core::{DType, Module, Result, Tensor, bail};
+use candle_nn::{Linear, VarBuilder};
 
-use crate::layers::gelu_tanh;
+use crate::layers::{gelu_tanh, linear};
 
 /// The function between two linear layers of an [`Mlp`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +73,7 @@ impl MlpConfig {
 /// A multi-layer perceptron: linear layers with an activation between them, as `torch.nn.Sequential` of `Linear`s.
 ///
 /// Input `[.., input]`, output `[.., output]`. Parameters are named `layers.0.weight`, `layers.0.bias`, `layers.1.weight`, ...;
-/// a weight is `[out, in]`. Initial values are those of `candle_nn::linear`.
+/// a weight is `[out, in]`. Initial values are those of `candle_nn::linear`. In 16 bits each layer is [`linear`](crate::linear).
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -105,7 +105,7 @@ impl Mlp {
             .sizes()
             .windows(2)
             .enumerate()
-            .map(|(idx, pair)| linear(pair[0], pair[1], vb.pp(idx)))
+            .map(|(idx, pair)| candle_nn::linear(pair[0], pair[1], vb.pp(idx)))
             .collect::<Result<_>>()?;
         Ok(Self {
             layers,
@@ -121,7 +121,11 @@ impl Module for Mlp {
             if idx > 0 {
                 x = self.activation.forward(&x)?;
             }
-            x = layer.forward(&x)?;
+            x = match x.dtype() {
+                // Candle has no bf16 product on the CPU, and rounds the product before it adds the bias.
+                DType::F16 | DType::BF16 => linear(&x, layer.weight(), layer.bias())?,
+                _ => layer.forward(&x)?,
+            };
         }
         Ok(x)
     }

@@ -1,6 +1,8 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::ModuleT;
 use dp_models::Dropout;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 fn masks(p: f64, seed: u64, len: usize) -> Vec<f32> {
     let ones = Tensor::ones(len, DType::F32, &Device::Cpu).unwrap();
@@ -76,4 +78,78 @@ fn impossible_rates_are_refused() {
         let error = Dropout::new(p, 0).unwrap_err().to_string();
         assert!(error.contains("Dropout: p"), "{error}");
     }
+}
+
+/// The result is the product with a mask of factors that are drawn one by one, zero's sign, infinity and NaN included; over
+/// the ends of words of the mask, and of chunks.
+#[test]
+fn it_is_the_product_with_a_drawn_mask() {
+    for (p, len) in [(0.3, 1), (0.5, 31), (0.1, 33), (0.7, 40_001)] {
+        let mut rng = ChaCha8Rng::seed_from_u64(11);
+        let (keep, mut x) = (1. - p, Vec::new());
+        let mask: Vec<f32> = (0..len)
+            .map(|i| {
+                x.push((i as f32 - 7.) / 8.);
+                let kept = rng.random_bool(keep);
+                if kept { (1. / keep) as f32 } else { 0. }
+            })
+            .collect();
+        x[len / 2] = f32::INFINITY;
+        x[len - 1] = f32::NEG_INFINITY;
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            let x = Tensor::new(&x[..], &Device::Cpu).unwrap();
+            let x = Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap();
+            let dropout = Dropout::new(p, 11).unwrap();
+            let y = dropout.forward_t(&x, true).unwrap();
+            assert_eq!(dropout.position(), 2 * len as u64);
+
+            let wide = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
+            let bits = |t: &Tensor| -> Vec<u32> {
+                let values = wide(&t.to_dtype(dtype).unwrap()).to_vec1::<f32>().unwrap();
+                // One NaN is as good as another.
+                let canonical = |v: f32| if v.is_nan() { f32::NAN } else { v };
+                values.into_iter().map(|v| canonical(v).to_bits()).collect()
+            };
+            let mask = Tensor::new(&mask[..], &Device::Cpu).unwrap();
+            let want = (wide(&x) * &mask).unwrap();
+            assert_eq!(bits(&y), bits(&want), "{dtype:?} of {len}");
+
+            // The second time from the same mask as the first.
+            let loss = y.sum_all().unwrap();
+            for _ in 0..2 {
+                let grads = loss.backward().unwrap();
+                assert_eq!(
+                    bits(grads.get(&x).unwrap()),
+                    bits(&mask),
+                    "{dtype:?} of {len}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_position_is_sought_and_views_are_dropped_in_their_own_order() {
+    let x = Tensor::arange(0f32, 35., &Device::Cpu).unwrap();
+    let dropout = Dropout::new(0.4, 3).unwrap();
+    let draw = |x: &Tensor| {
+        let y = dropout.forward_t(x, true).unwrap();
+        y.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    draw(&x);
+    let position = dropout.position();
+    let second = draw(&x);
+    dropout.seek(position);
+    assert_eq!(draw(&x), second);
+
+    let view = x.reshape((5, 7)).unwrap().t().unwrap();
+    dropout.seek(position);
+    let of_view = draw(&view);
+    dropout.seek(position);
+    assert_eq!(of_view, draw(&view.contiguous().unwrap()));
+
+    dropout.seek(position);
+    assert!(draw(&x.narrow(0, 0, 0).unwrap()).is_empty());
+    assert_eq!(dropout.position(), position);
+    assert_eq!(draw(&Tensor::new(0f32, &Device::Cpu).unwrap()), [0.]);
 }

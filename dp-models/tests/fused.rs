@@ -1,75 +1,16 @@
-//! The fused f32 layers against the composed candle operations in f64, which the same functions use for f64 tensors.
+//! The layers of a GPT: fused against composed of candle's operations in f64, and in 16 bits against f32.
 
-use candle_core::{DType, Module, Result, Tensor, Var};
+use crate::gradcheck::{
+    Layer, cast, check, check_differences, check_empty, check_f32, check_frozen, check_node,
+    random, run,
+};
+use crate::support::{CPU, assert_close_within, assert_err};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use dp_models::{
-    CausalMask, CausalSelfAttention, LayerNorm, cross_entropy, embed, gelu_tanh, linear,
+    CausalMask, CausalSelfAttention, LayerNorm, cross_entropy, embed, gelu_erf, gelu_tanh, linear,
     linear_gelu,
 };
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
-
-use crate::support::{CPU, assert_close_within};
-
-type Layer<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
-
-fn random(seed: u64, shape: &[usize]) -> Tensor {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let numbers: Vec<f32> = (0..shape.iter().product())
-        .map(|_| rng.random_range(-1.5..1.5))
-        .collect();
-    Tensor::from_vec(numbers, shape, &CPU).unwrap()
-}
-
-/// The result, and the gradients of `sum(result * c)` for all inputs, with some fixed `c`.
-fn run(layer: Layer<'_>, inputs: &[Tensor], dtype: DType) -> (Tensor, Vec<Tensor>) {
-    let vars: Vec<Var> = inputs
-        .iter()
-        .map(|t| Var::from_tensor(&t.to_dtype(dtype).unwrap()).unwrap())
-        .collect();
-    let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
-    let y = layer(&tensors).unwrap();
-    let c = random(99, y.dims()).to_dtype(y.dtype()).unwrap();
-    let loss = (&y * c).unwrap().sum_all().unwrap();
-    let mut grads = loss.backward().unwrap();
-    // Backward leaves the graph as it was.
-    let mut again = loss.backward().unwrap();
-    let gradients = vars.iter().map(|v| {
-        let gradient = grads.remove(v).unwrap();
-        let second = again.remove(v).unwrap();
-        assert_close_within("a second backward", &second, &gradient, 0.0);
-        gradient
-    });
-    (y.detach(), gradients.collect())
-}
-
-fn check(what: &str, layer: Layer<'_>, inputs: &[Tensor]) {
-    let (y, gradients) = run(layer, inputs, DType::F32);
-    let (want, want_gradients) = run(layer, inputs, DType::F64);
-    assert_close_within(what, &y, &want, 2e-5);
-    for (i, (got, want)) in gradients.iter().zip(&want_gradients).enumerate() {
-        assert_close_within(&format!("{what}: gradient of input {i}"), got, want, 5e-5);
-    }
-    // 16-bit tensors: the arithmetic of f32, rounded at both ends.
-    for (dtype, tolerance) in [(DType::F16, 2e-2), (DType::BF16, 1.5e-1)] {
-        let rounded: Vec<Tensor> = inputs
-            .iter()
-            .map(|t| t.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap())
-            .collect();
-        let (want, want_gradients) = run(layer, &rounded, DType::F32);
-        let (y, gradients) = run(layer, &rounded, dtype);
-        assert_close_within(&format!("{what} in {dtype:?}"), &y, &want, tolerance);
-        for (got, want) in gradients.iter().zip(&want_gradients) {
-            assert_eq!(got.dtype(), dtype);
-            assert_close_within(
-                &format!("{what}: gradient in {dtype:?}"),
-                got,
-                want,
-                tolerance,
-            );
-        }
-    }
-}
 
 #[test]
 fn linear_layers_of_odd_shapes() {
@@ -79,8 +20,8 @@ fn linear_layers_of_odd_shapes() {
             random(2, &[out, width]),
             random(3, &[out]),
         ];
-        check("linear", &|t| linear(&t[0], &t[1], Some(&t[2])), &inputs);
-        check(
+        check_node("linear", &|t| linear(&t[0], &t[1], Some(&t[2])), &inputs);
+        check_node(
             "linear without bias",
             &|t| linear(&t[0], &t[1], None),
             &inputs[..2],
@@ -109,49 +50,64 @@ fn linear_layers_of_odd_shapes() {
     }
 }
 
+/// Layer norm of `t[0]` with the weight `t[1]` and the bias `t[2]`.
+fn layer_norm(t: &[Tensor]) -> Result<Tensor> {
+    let tensors = [
+        ("weight".to_string(), t[1].clone()),
+        ("bias".to_string(), t[2].clone()),
+    ];
+    let vb = VarBuilder::from_tensors(tensors.into(), t[1].dtype(), &CPU);
+    LayerNorm::new(t[1].elem_count(), 1e-5, vb)?.forward(&t[0])
+}
+
 #[test]
 fn layer_norm_of_odd_shapes() {
     for shape in [&[1, 2][..], &[3, 5], &[2, 3, 33], &[300, 17]] {
         let width = shape[shape.len() - 1];
-        let layer: Layer<'_> = &|t| {
-            let tensors = [
-                ("weight".to_string(), t[1].clone()),
-                ("bias".to_string(), t[2].clone()),
-            ];
-            LayerNorm::new(
-                width,
-                1e-5,
-                VarBuilder::from_tensors(tensors.into(), t[0].dtype(), &CPU),
-            )?
-            .forward(&t[0])
-        };
-        check(
-            "layer norm",
-            layer,
-            &[random(4, shape), random(5, &[width]), random(6, &[width])],
-        );
+        let inputs = [random(4, shape), random(5, &[width]), random(6, &[width])];
+        check_node("layer norm", &layer_norm, &inputs);
     }
+    let inputs = [random(4, &[5, 7]), random(5, &[5]), random(6, &[5])];
+    check_node(
+        "layer norm of a transposed input",
+        &|t| layer_norm(&[t[0].t()?, t[1].clone(), t[2].clone()]),
+        &inputs,
+    );
 }
 
 #[test]
 fn gelu_of_odd_shapes() {
     for shape in [&[][..], &[1], &[5, 7], &[2, 3, 37]] {
-        check("gelu", &|t| gelu_tanh(&t[0]), &[random(7, shape)]);
+        check_node("gelu tanh", &|t| gelu_tanh(&t[0]), &[random(7, shape)]);
+        check_node("gelu erf", &|t| gelu_erf(&t[0]), &[random(7, shape)]);
     }
     let far = Tensor::new(&[-40f32, -9., -1e-3, 0., 12., 90.], &CPU).unwrap();
-    check("gelu far out", &|t| gelu_tanh(&t[0]), &[far]);
+    check_node(
+        "gelu tanh far out",
+        &|t| gelu_tanh(&t[0]),
+        std::slice::from_ref(&far),
+    );
+    check_node("gelu erf far out", &|t| gelu_erf(&t[0]), &[far]);
 }
 
+/// 4000 rows of 40 are more than one chunk. The loss of 16-bit logits is f32, and unrounded.
 #[test]
 fn cross_entropy_of_odd_shapes() {
-    for (rows, classes) in [(1, 1), (1, 2), (5, 17), (40, 256)] {
+    for (rows, classes) in [(1, 1), (1, 2), (5, 17), (40, 256), (4000, 40)] {
         let targets: Vec<u32> = (0..rows).map(|i| (i * 7 % classes) as u32).collect();
         let targets = Tensor::new(targets, &CPU).unwrap();
-        check(
-            "cross-entropy",
-            &|t| cross_entropy(&t[0], &targets),
-            &[random(8, &[rows, classes])],
-        );
+        let layer: Layer<'_> = &|t| cross_entropy(&t[0], &targets);
+        let logits = [random(8, &[rows, classes])];
+        check_f32("cross-entropy", layer, &logits);
+        for dtype in [DType::F16, DType::BF16] {
+            let rounded = cast(&logits, dtype);
+            let (want, want_gradients) = run(layer, &cast(&rounded, DType::F32));
+            let (loss, gradients) = run(layer, &rounded);
+            assert_eq!(loss.dtype(), DType::F32);
+            assert_close_within("loss", &loss, &want, 0.0);
+            let want = want_gradients[0].to_dtype(dtype).unwrap();
+            assert_close_within("gradient of logits", &gradients[0], &want, 0.0);
+        }
     }
 }
 
@@ -183,51 +139,114 @@ fn attention_of_odd_shapes() {
             random(11, &[3 * width]),
             scaled(12, &[width, width]),
         ];
-        // In f16 and bf16 the fallback would need candle's 16-bit products, so the dtypes are checked for f32 and f64 only.
-        let (y, gradients) = run(layer, &inputs, DType::F32);
-        let (want, want_gradients) = run(layer, &inputs, DType::F64);
-        assert_close_within("attention", &y, &want, 2e-5);
-        for (got, want) in gradients.iter().zip(&want_gradients) {
-            assert_close_within("attention: gradient", got, want, 1e-4);
-        }
+        check("attention", layer, &inputs);
     }
 }
 
 #[test]
 fn embeddings_add_up_where_tokens_repeat() {
     let tokens = Tensor::new(&[[1u32, 1, 4], [0, 4, 1]], &CPU).unwrap();
-    check(
+    check_node(
         "embed",
         &|t| embed(&tokens, &t[0], &t[1]),
         &[random(13, &[5, 3]), random(14, &[4, 3])],
     );
     let wte = random(13, &[5, 3]);
-    let error = embed(&tokens, &wte.narrow(0, 0, 4).unwrap(), &random(14, &[4, 3]))
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("ids must be below 4"), "{error}");
-    assert!(
-        embed(&tokens, &wte, &random(14, &[2, 3])).is_err(),
-        "more positions than there are"
+    assert_err(
+        embed(&tokens, &wte.narrow(0, 0, 4).unwrap(), &random(14, &[4, 3])),
+        "ids must be below 4",
+    );
+    assert_err(
+        embed(&tokens, &wte, &random(14, &[2, 3])),
+        "tokens [2, 3] for wte [5, 3] and wpe [2, 3]",
     );
 }
 
-/// Inputs that need no gradient get none, and the others theirs.
 #[test]
-fn frozen_weights_and_plain_inputs_get_no_gradient() {
-    let (x, w, b) = (
-        random(1, &[4, 3]),
-        random(2, &[5, 3]),
-        Var::from_tensor(&random(3, &[5])).unwrap(),
+fn gradients_are_slopes() {
+    let inputs = [random(1, &[3, 4]), random(2, &[5, 4]), random(3, &[5])];
+    check_differences("linear", &|t| linear(&t[0], &t[1], Some(&t[2])), &inputs);
+    check_differences(
+        "linear gelu",
+        &|t| linear_gelu(&t[0], &t[1], &t[2]),
+        &inputs,
     );
-    let grads = linear(&x, &w, Some(&b))
-        .unwrap()
-        .sum_all()
-        .unwrap()
-        .backward()
-        .unwrap();
-    assert_eq!(grads.get(&b).unwrap().to_vec1::<f32>().unwrap(), [4.0; 5]);
-    assert!(grads.get(&x).is_none() && grads.get(&w).is_none());
+    check_differences("gelu tanh", &|t| gelu_tanh(&t[0]), &inputs[..1]);
+    check_differences("gelu erf", &|t| gelu_erf(&t[0]), &inputs[..1]);
+    let targets = Tensor::new(&[3u32, 0, 1], &CPU).unwrap();
+    check_differences(
+        "cross-entropy",
+        &|t| cross_entropy(&t[0], &targets),
+        &inputs[..1],
+    );
+    let tokens = Tensor::new(&[[1u32, 4], [1, 1]], &CPU).unwrap();
+    let tables = [random(2, &[5, 4]), random(1, &[3, 4])];
+    check_differences("embed", &|t| embed(&tokens, &t[0], &t[1]), &tables);
+    let norm = [random(1, &[3, 4]), random(5, &[4]), random(6, &[4])];
+    check_differences("layer norm", &layer_norm, &norm);
+}
+
+/// The result is transposed, so the gradient comes in as a view.
+#[test]
+fn gradients_that_are_not_contiguous() {
+    let inputs = [random(1, &[3, 4]), random(2, &[5, 4]), random(3, &[5])];
+    check_node(
+        "linear",
+        &|t| linear(&t[0], &t[1], Some(&t[2]))?.t(),
+        &inputs,
+    );
+    check_node(
+        "linear without bias",
+        &|t| linear(&t[0], &t[1], None)?.t(),
+        &inputs[..2],
+    );
+    check(
+        "linear gelu",
+        &|t| linear_gelu(&t[0], &t[1], &t[2])?.t(),
+        &inputs,
+    );
+    check_node("gelu tanh", &|t| gelu_tanh(&t[0])?.t(), &inputs[..1]);
+    check_node("gelu erf", &|t| gelu_erf(&t[0])?.t(), &inputs[..1]);
+    let tokens = Tensor::new(&[[1u32, 4], [1, 1]], &CPU).unwrap();
+    let tables = [random(2, &[5, 4]), random(1, &[3, 4])];
+    check_node("embed", &|t| embed(&tokens, &t[0], &t[1])?.t(), &tables);
+    let norm = [random(1, &[3, 4]), random(5, &[4]), random(6, &[4])];
+    check_node("layer norm", &|t| layer_norm(t)?.t(), &norm);
+}
+
+#[test]
+fn no_rows() {
+    let inputs = [random(1, &[0, 4]), random(2, &[5, 4]), random(3, &[5])];
+    check_empty("linear", &|t| linear(&t[0], &t[1], Some(&t[2])), &inputs);
+    check_empty(
+        "linear gelu",
+        &|t| linear_gelu(&t[0], &t[1], &t[2]),
+        &inputs,
+    );
+    check_empty("gelu tanh", &|t| gelu_tanh(&t[0]), &inputs[..1]);
+    check_empty("gelu erf", &|t| gelu_erf(&t[0]), &inputs[..1]);
+    let norm = [random(1, &[0, 4]), random(5, &[4]), random(6, &[4])];
+    check_empty("layer norm", &layer_norm, &norm);
+}
+
+/// Inputs that need no gradient get none, and the others theirs: for each input of a layer in turn, the only one that is a
+/// variable has the gradient that it has among variables.
+#[test]
+fn inputs_that_need_no_gradient_get_none() {
+    let tokens = Tensor::new(&[[1u32, 4], [1, 1]], &CPU).unwrap();
+    let matrices = [random(1, &[4, 3]), random(2, &[5, 3]), random(3, &[5])];
+    let norm = [random(1, &[4, 5]), random(2, &[5]), random(3, &[5])];
+    let tables = [random(2, &[5, 4]), random(1, &[3, 4])];
+    let layers: [(Layer<'_>, &[Tensor]); 5] = [
+        (&|t| linear(&t[0], &t[1], Some(&t[2])), &matrices),
+        (&|t| linear(&t[0], &t[1], None), &matrices[..2]),
+        (&|t| linear_gelu(&t[0], &t[1], &t[2]), &matrices),
+        (&layer_norm, &norm),
+        (&|t| embed(&tokens, &t[0], &t[1]), &tables),
+    ];
+    for (layer, inputs) in layers {
+        check_frozen(layer, inputs);
+    }
 }
 
 /// A NaN or an infinity in an input is in the result, wherever it stands.
@@ -248,7 +267,7 @@ fn nan_is_not_lost() {
                 .iter()
                 .any(|v| v.is_nan())
         };
-        assert!(has_nan(gelu_tanh(&x).unwrap()));
+        assert!(has_nan(gelu_tanh(&x).unwrap()) && has_nan(gelu_erf(&x).unwrap()));
         assert!(has_nan(linear(&x, &random(2, &[3, 19]), None).unwrap()));
         assert!(has_nan(
             cross_entropy(&x, &Tensor::new(&[0u32], &CPU).unwrap()).unwrap()
@@ -297,7 +316,7 @@ fn threads_change_no_bits() {
                 .zip(inputs)
                 .map(|(seed, shape)| random(seed, shape))
                 .collect();
-            let (y, gradients) = run(layer, &inputs, DType::F32);
+            let (y, gradients) = run(layer, &inputs);
             let bits = |t: &Tensor| {
                 t.flatten_all()
                     .unwrap()

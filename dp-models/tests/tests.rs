@@ -3,6 +3,12 @@
 /// Shared vocabulary: fixtures, comparison, models with known values.
 mod support;
 
+/// Shared: values and gradients of a layer against f64, finite differences and 16 bits.
+mod gradcheck;
+
+/// Shared: the heap of a thread, in bytes.
+mod allocations;
+
 /// Each layer and the MLP against PyTorch: values and gradients, odd shapes, 16 bits, errors.
 mod layers;
 
@@ -24,5 +30,14 @@ mod tokens;
 /// Dropout: rates, scale, seeds, gradient.
 mod dropout;
 
-/// The fused layers against composed operations in f64: values, gradients, odd shapes, threads.
+/// The layers of a GPT, fused against composed in f64: values, gradients, odd shapes, 16 bits, threads.
 mod fused;
+
+/// The layers of Llama: values, gradients, odd shapes, 16 bits, errors.
+mod llama_layers;
+
+/// Numbers from PyTorch for layers without a fixture, and in bf16.
+mod pytorch_values;
+
+/// 16-bit models: mixtures with f32, training, memory of activations.
+mod sixteen_bit;

@@ -4,7 +4,6 @@
 //! probabilities of a tile again. A tile is [`ROWS`] queries of one head against all keys up to the last of them.
 
 use multiversion::multiversion;
-use rayon::prelude::*;
 
 use super::matmul::{Mat, matmul};
 use super::vector::{exp, max, sum, sum2};
@@ -24,7 +23,8 @@ pub(crate) struct Heads {
 }
 
 impl Heads {
-    fn width(&self) -> usize {
+    /// `D`
+    pub fn width(&self) -> usize {
         self.heads * self.head_width
     }
 
@@ -62,17 +62,8 @@ impl Heads {
     }
 }
 
-/// `softmax(q k^T / sqrt(E) + causal mask) v` for each head: `qkv` `[B T, 3 D]` to `out` `[B T, D]`.
+/// `softmax(q k^T / sqrt(E) + causal mask) v` for each head of one sequence: `qkv` `[T, 3 D]` to `out` `[T, D]`.
 pub(crate) fn attention_forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
-    let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
-    let sequences = out
-        .par_chunks_exact_mut(len_out)
-        .zip(qkv.par_chunks_exact(len_in));
-    sequences.for_each(|(out, qkv)| forward(qkv, heads, out));
-}
-
-/// One sequence.
-fn forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
     let mut scores = vec![0f32; ROWS.min(heads.len) * heads.len];
     for (head, first, rows) in heads.tiles() {
         let keys = first + rows;
@@ -92,28 +83,17 @@ fn forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
     }
 }
 
-/// The gradient of `qkv`, from that of the output. `grad_qkv` is zeros.
+/// The gradient of `qkv`, from that of the output, for one sequence. `dqkv` is zeros.
+///
+/// With the probabilities `P` of a tile: `dV += P^T dO`, `dP = dO V^T`, `dS = P (dP - rowsum(dO O)) / sqrt(E)`, `dQ = dS K`,
+/// `dK += dS^T Q`.
 pub(crate) fn attention_backward(
     qkv: &[f32],
     out: &[f32],
     grad: &[f32],
     heads: Heads,
-    grad_qkv: &mut [f32],
+    dqkv: &mut [f32],
 ) {
-    let (len_in, len_out) = (3 * heads.len * heads.width(), heads.len * heads.width());
-    let outputs = out
-        .par_chunks_exact(len_out)
-        .zip(grad.par_chunks_exact(len_out));
-    let inputs = grad_qkv
-        .par_chunks_exact_mut(len_in)
-        .zip(qkv.par_chunks_exact(len_in));
-    let sequences = inputs.zip(outputs);
-    sequences.for_each(|((dqkv, qkv), (out, grad))| backward(qkv, out, grad, heads, dqkv));
-}
-
-/// One sequence. With the probabilities `P` of a tile: `dV += P^T dO`, `dP = dO V^T`,
-/// `dS = P (dP - rowsum(dO O)) / sqrt(E)`, `dQ = dS K`, `dK += dS^T Q`.
-fn backward(qkv: &[f32], out: &[f32], grad: &[f32], heads: Heads, dqkv: &mut [f32]) {
     let size = ROWS.min(heads.len) * heads.len;
     let (mut scores, mut grads) = (vec![0f32; size], vec![0f32; size]);
     let stride = 3 * heads.width();

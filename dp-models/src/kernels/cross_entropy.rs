@@ -4,19 +4,20 @@ use multiversion::multiversion;
 
 use super::vector::{exp, max, sum};
 
-/// The summed loss of all rows, in f64, and `log(sum(exp(logits)))` of each.
+/// Rows that are worked on at a time, of so many logits.
+pub(crate) fn cross_entropy_rows(classes: usize) -> usize {
+    const LOGITS: usize = 1 << 16;
+    (LOGITS / classes.max(1)).max(1)
+}
+
+/// `log(sum(exp(logits)))` of each row.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
-pub(crate) fn cross_entropy_forward(logits: &[f32], targets: &[u32]) -> (f64, Vec<f32>) {
-    let classes = logits.len() / targets.len().max(1);
-    let mut log_sums = Vec::with_capacity(targets.len());
-    let mut total = 0f64;
-    for (row, target) in logits.chunks_exact(classes).zip(targets) {
+pub(crate) fn log_sum_exp(logits: &[f32], log_sums: &mut [f32]) {
+    let classes = logits.len() / log_sums.len().max(1);
+    for (row, log_sum) in logits.chunks_exact(classes).zip(log_sums) {
         let max = max(row);
-        let log_sum = max + sum(row, |x| exp(x - max)).ln();
-        total += f64::from(log_sum - row[*target as usize]);
-        log_sums.push(log_sum);
+        *log_sum = max + sum(row, |x| exp(x - max)).ln();
     }
-    (total, log_sums)
 }
 
 /// `scale (softmax(logits) - one_hot(target))` for each row.

@@ -5,8 +5,8 @@
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use candle_nn::Linear;
 
-use super::values::{Values, is_fusable, slice};
-use super::widen::widen;
+use super::chunks::{Output, map};
+use super::values::{Numbers, Values, gradient, is_fusable};
 use super::{linear, softmax};
 use crate::kernels::{self, Heads};
 
@@ -65,14 +65,13 @@ impl CausalSelfAttention {
     fn heads_of(&self, qkv: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let (rows, width) = (qkv.dim(0)?, qkv.dim(1)? / 3);
         let len = mask.dim(0)?;
-        let wide = widen(qkv)?;
-        if is_fusable(&wide) && rows > 0 {
+        if is_fusable(&[qkv]) {
             let op = Attention(Heads {
                 len,
                 heads: self.heads,
                 head_width: width / self.heads,
             });
-            return wide.contiguous()?.apply_op1(op)?.to_dtype(qkv.dtype());
+            return qkv.contiguous()?.apply_op1(op);
         }
         let qkv = qkv
             .reshape((rows / len, len, 3, self.heads, width / self.heads))?
@@ -88,30 +87,48 @@ impl CausalSelfAttention {
 /// Attention within each head of `[B T, 3 D]`.
 struct Attention(Heads);
 
+impl Attention {
+    /// Numbers of one sequence in `[B T, 3 D]` and in `[B T, D]`.
+    fn sequence(&self) -> (usize, usize) {
+        let len_out = self.0.len * self.0.width();
+        (3 * len_out, len_out)
+    }
+}
+
 impl CustomOp1 for Attention {
     fn name(&self) -> &'static str {
         "causal-self-attention"
     }
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let qkv = slice(qkv, layout)?;
-        let mut out = vec![0f32; qkv.len() / 3];
-        kernels::attention_forward(qkv, self.0, &mut out);
+        let qkv = Numbers::of(qkv, layout)?;
+        let (len_in, len_out) = self.sequence();
+        let output = Output {
+            dtype: qkv.dtype(),
+            len: qkv.len() / 3,
+            chunk: len_out,
+        };
+        let (out, _) = map([(qkv, len_in)], output, |_, [qkv], out| {
+            kernels::attention_forward(qkv, self.0, out);
+        })?;
         let (rows, width) = layout.shape().dims2()?;
-        Ok((CpuStorage::F32(out), Shape::from((rows, width / 3))))
+        Ok((out, Shape::from((rows, width / 3))))
     }
 
     fn bwd(&self, qkv: &Tensor, out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let grad = grad.contiguous()?;
-        let mut dqkv = vec![0f32; qkv.elem_count()];
-        kernels::attention_backward(
-            &Values::of(qkv)?,
-            &Values::of(out)?,
-            &Values::of(&grad)?,
-            self.0,
-            &mut dqkv,
-        );
-        Ok(Some(Tensor::from_vec(dqkv, qkv.shape(), qkv.device())?))
+        let (qkv_values, out, grad) = (Values::of(qkv), Values::of(out), Values::of(&grad));
+        let (numbers, (len_in, len_out)) = (qkv_values.numbers()?, self.sequence());
+        let inputs = [
+            (numbers, len_in),
+            (out.numbers()?, len_out),
+            (grad.numbers()?, len_out),
+        ];
+        let output = Output::rows(numbers, len_in);
+        let (dqkv, _) = map(inputs, output, |_, [qkv, out, grad], dqkv| {
+            kernels::attention_backward(qkv, out, grad, self.0, dqkv);
+        })?;
+        Ok(Some(gradient(dqkv, qkv)?))
     }
 }
 

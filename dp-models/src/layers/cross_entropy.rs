@@ -2,9 +2,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::values::{Values, is_fusable, slice};
+use super::chunks::{Output, map};
+use super::values::{Numbers, Values, gradient, is_fusable};
 use super::widen::widen;
 use crate::ids::check_ids;
 use crate::kernels;
@@ -47,14 +48,15 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     }
     check_ids("targets", targets, *classes)?;
 
-    let logits = widen(&logits.flatten_to(D::Minus2)?)?;
-    if is_fusable(&logits) {
+    let logits = logits.flatten_to(D::Minus2)?;
+    if is_fusable(&[&logits]) {
         let op = CrossEntropy {
             targets: targets.flatten_all()?.to_vec1()?,
             log_sums: Mutex::default(),
         };
         return logits.contiguous()?.apply_op1(op);
     }
+    let logits = widen(&logits)?;
     let targets = targets.flatten_all()?.unsqueeze(1)?.contiguous()?;
     // Only `shifted` uses the logits, so the backward pass visits them once. The maximum is a constant for it: it cancels.
     let shifted = logits.broadcast_sub(&logits.detach().max_keepdim(1)?)?;
@@ -74,23 +76,47 @@ impl CustomOp1 for CrossEntropy {
     }
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (sum, log_sums) = kernels::cross_entropy_forward(slice(logits, layout)?, &self.targets);
-        *self.log_sums.lock().unwrap_or_else(PoisonError::into_inner) = log_sums;
+        let logits = Numbers::of(logits, layout)?;
+        let classes = logits.len() / self.targets.len();
+        let rows = kernels::cross_entropy_rows(classes);
+        let output = Output {
+            dtype: DType::F32,
+            len: self.targets.len(),
+            chunk: rows,
+        };
+        let (log_sums, losses) = map([(logits, rows * classes)], output, |idx, [logits], out| {
+            kernels::log_sum_exp(logits, out);
+            let targets = &self.targets[idx * rows..][..out.len()];
+            let rows = logits.chunks_exact(classes).zip(targets);
+            let losses = rows.zip(&*out);
+            losses
+                .map(|((row, target), log_sum)| log_sum - row[*target as usize])
+                .collect::<Vec<f32>>()
+        })?;
+        let sum: f64 = losses.iter().flatten().map(|loss| f64::from(*loss)).sum();
+        if let CpuStorage::F32(log_sums) = log_sums {
+            *self.log_sums.lock().unwrap_or_else(PoisonError::into_inner) = log_sums;
+        }
         let mean = sum / self.targets.len() as f64;
         Ok((CpuStorage::F32(vec![mean as f32]), Shape::from(())))
     }
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let scale = grad.to_scalar::<f32>()? / self.targets.len() as f32;
-        let mut dx = vec![0f32; logits.elem_count()];
         let log_sums = self.log_sums.lock().unwrap_or_else(PoisonError::into_inner);
-        kernels::cross_entropy_backward(
-            &Values::of(logits)?,
-            &self.targets,
-            &log_sums,
-            scale,
-            &mut dx,
-        );
-        Ok(Some(Tensor::from_vec(dx, logits.shape(), logits.device())?))
+        let values = Values::of(logits);
+        let numbers = values.numbers()?;
+        let classes = numbers.len() / self.targets.len();
+        let rows = kernels::cross_entropy_rows(classes);
+        let inputs = [
+            (numbers, rows * classes),
+            (Numbers::F32(log_sums.as_slice()), rows),
+        ];
+        let output = Output::rows(numbers, rows * classes);
+        let (dx, _) = map(inputs, output, |idx, [logits, log_sums], dx| {
+            let targets = &self.targets[idx * rows..][..log_sums.len()];
+            kernels::cross_entropy_backward(logits, targets, log_sums, scale, dx);
+        })?;
+        Ok(Some(gradient(dx, logits)?))
     }
 }

@@ -2,14 +2,17 @@
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
-use super::values::{Values, is_fusable, slice};
+use super::chunks::{ELEMENTS, Output, map};
+use super::values::{Numbers, Values, is_fusable, parameter_gradient};
+use super::widen::follow;
 use crate::ids::check_ids;
 use crate::kernels;
 
 /// `wte[tokens] + wpe[0..T]`: `tokens` `[B, T]` u32, `wte` `[V, D]` and `wpe` `[context, D]` of one float dtype, to
 /// `[B T, D]`.
 ///
-/// On the CPU in f32 it is one node of the graph.
+/// On the CPU in f32, f16 and bf16 it is one node of the graph. 16-bit numbers are added in f32 and rounded once, the gradients
+/// of a token that repeats, too. Between these types `wpe` may have another dtype than `wte`; the result has that of `wte`.
 ///
 /// # Errors
 ///
@@ -26,7 +29,7 @@ pub fn embed(tokens: &Tensor, wte: &Tensor, wpe: &Tensor) -> Result<Tensor> {
         )
     }
     check_ids("tokens", tokens, vocab_size)?;
-    if is_fusable(wte) && is_fusable(wpe) {
+    if is_fusable(&[wte, wpe]) {
         let op = Embed {
             ids: tokens.flatten_all()?.to_vec1()?,
             len,
@@ -37,7 +40,7 @@ pub fn embed(tokens: &Tensor, wte: &Tensor, wpe: &Tensor) -> Result<Tensor> {
         .index_select(&tokens.flatten_all()?, 0)?
         .reshape((batch, len, width))?;
     embedded
-        .broadcast_add(&wpe.narrow(0, 0, len)?)?
+        .broadcast_add(&follow(wpe, wte)?.narrow(0, 0, len)?)?
         .reshape((batch * len, width))
 }
 
@@ -59,17 +62,23 @@ impl CustomOp2 for Embed {
         lp: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (_, width) = lt.shape().dims2()?;
-        let (wte, wpe) = (slice(wte, lt)?, slice(wpe, lp)?);
-        let mut out = vec![0f32; self.ids.len() * width];
-        for (i, (out, id)) in out.chunks_exact_mut(width).zip(&self.ids).enumerate() {
-            let (token, position) = (*id as usize * width, i % self.len * width);
-            kernels::add_rows(
-                &wte[token..token + width],
-                &wpe[position..position + width],
-                out,
-            );
-        }
-        Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
+        let (wte, wpe) = (Numbers::of(wte, lt)?, Numbers::of(wpe, lp)?);
+        let positions = wpe.range(0..self.len * width).to_f32();
+        let rows = (ELEMENTS / width.max(1)).max(1);
+        let output = Output {
+            dtype: wte.dtype(),
+            len: self.ids.len() * width,
+            chunk: rows * width,
+        };
+        let (out, _) = map([], output, |idx, [], out| {
+            for (row, out) in out.chunks_exact_mut(width).enumerate() {
+                let i = idx * rows + row;
+                let (token, position) = (self.ids[i] as usize * width, i % self.len * width);
+                wte.range(token..token + width).copy_to(out);
+                kernels::add(&positions[position..position + width], out);
+            }
+        })?;
+        Ok((out, Shape::from((self.ids.len(), width))))
     }
 
     fn bwd(
@@ -81,16 +90,22 @@ impl CustomOp2 for Embed {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (_, width) = wte.dims2()?;
         let grad = grad.contiguous()?;
-        let grad = Values::of(&grad)?;
-        let (mut dt, mut dp) = (vec![0f32; wte.elem_count()], vec![0f32; wpe.elem_count()]);
-        for (i, (grad, id)) in grad.chunks_exact(width).zip(&self.ids).enumerate() {
-            let (token, position) = (*id as usize * width, i % self.len * width);
-            kernels::column_sums(grad, &mut dt[token..token + width]);
-            kernels::column_sums(grad, &mut dp[position..position + width]);
+        let grad = Values::of(&grad);
+        let grad = grad.numbers()?.to_f32();
+        let rows = || grad.chunks_exact(width.max(1)).enumerate();
+        let (mut dt, mut dp) = (Vec::new(), Vec::new());
+        if wte.track_op() {
+            dt.resize(wte.elem_count(), 0f32);
+            for ((_, grad), id) in rows().zip(&self.ids) {
+                kernels::add(grad, &mut dt[*id as usize * width..][..width]);
+            }
         }
-        Ok((
-            Some(Tensor::from_vec(dt, wte.shape(), wte.device())?),
-            Some(Tensor::from_vec(dp, wpe.shape(), wpe.device())?),
-        ))
+        if wpe.track_op() {
+            dp.resize(wpe.elem_count(), 0f32);
+            for (i, grad) in rows() {
+                kernels::add(grad, &mut dp[i % self.len * width..][..width]);
+            }
+        }
+        Ok((parameter_gradient(dt, wte)?, parameter_gradient(dp, wpe)?))
     }
 }

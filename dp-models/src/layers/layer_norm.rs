@@ -3,15 +3,18 @@
 use candle_core::{CpuStorage, CustomOp3, D, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
-use super::values::{Values, is_fusable, slice};
+use super::chunks::{Output, map, total};
+use super::values::{Numbers, Values, gradient, is_fusable, parameter_gradient};
 use super::widen::widen;
-use crate::kernels;
+use crate::kernels::{self, NORM_ROWS};
 
 /// Layer normalisation, as `torch.nn.LayerNorm` over the last dimension (Ba et al., arXiv 1607.06450):
 ///
 /// `y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, with the biased variance.
 ///
-/// Input and output `[.., D]` of any float dtype; `weight` and `bias` are `[D]`.
+/// Input and output `[.., D]` of any float dtype; `weight` and `bias` are `[D]`. 16-bit input is computed in f32 and rounded
+/// once; between f32, f16 and bf16 the parameters may have another dtype than the input, and the result has the input's.
+///
 /// `candle_nn::LayerNorm` has no backward pass on contiguous input; this one has.
 ///
 /// ```
@@ -47,27 +50,29 @@ impl LayerNorm {
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // Without this check a weight of one element would be broadcast to any width.
-        if x.dim(D::Minus1)? != self.weight.elem_count() {
-            bail!(
-                "LayerNorm of width {} got an input of shape {:?}",
-                self.weight.elem_count(),
-                x.shape()
-            )
+        check_width("LayerNorm", &self.weight, x)?;
+        let (weight, bias) = (&self.weight, &self.bias);
+        if is_fusable(&[x, weight, bias]) {
+            let op = Normalise {
+                eps: self.eps as f32,
+            };
+            return x
+                .contiguous()?
+                .apply_op3(&weight.contiguous()?, &bias.contiguous()?, op);
         }
-        let wide = widen(x)?;
-        let (weight, bias) = (widen(&self.weight)?, widen(&self.bias)?);
-        let y = match is_fusable(&wide) {
-            true => {
-                let op = Normalise {
-                    eps: self.eps as f32,
-                };
-                wide.contiguous()?
-                    .apply_op3(&weight.contiguous()?, &bias.contiguous()?, op)?
-            }
-            false => composed(&wide, &weight, &bias, self.eps)?,
-        };
-        y.to_dtype(x.dtype())
+        composed(&widen(x)?, &widen(weight)?, &widen(bias)?, self.eps)?.to_dtype(x.dtype())
+    }
+}
+
+/// Without this check a weight of one element would be broadcast to any width.
+pub(super) fn check_width(layer: &str, weight: &Tensor, x: &Tensor) -> Result<()> {
+    let width = weight.elem_count();
+    match x.dims().last() {
+        Some(last) if *last == width => Ok(()),
+        _ => bail!(
+            "{layer} of width {width} got an input of shape {:?}",
+            x.shape()
+        ),
     }
 }
 
@@ -100,10 +105,16 @@ impl CustomOp3 for Normalise {
         b: &CpuStorage,
         lb: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let x = slice(x, lx)?;
-        let mut y = vec![0f32; x.len()];
-        kernels::layer_norm_forward(x, slice(w, lw)?, slice(b, lb)?, self.eps, &mut y);
-        Ok((CpuStorage::F32(y), lx.shape().clone()))
+        let (x, w, b) = (
+            Numbers::of(x, lx)?,
+            Numbers::of(w, lw)?.to_f32(),
+            Numbers::of(b, lb)?.to_f32(),
+        );
+        let chunk = NORM_ROWS * w.len();
+        let (y, _) = map([(x, chunk)], Output::rows(x, chunk), |_, [x], y| {
+            kernels::layer_norm(x, &w, &b, self.eps, y);
+        })?;
+        Ok((y, lx.shape().clone()))
     }
 
     fn bwd(
@@ -115,18 +126,32 @@ impl CustomOp3 for Normalise {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
-        let mut dx = vec![0f32; x.elem_count()];
-        let (dw, db) = kernels::layer_norm_backward(
-            &Values::of(x)?,
-            &Values::of(w)?,
-            &Values::of(&grad)?,
-            self.eps,
-            &mut dx,
-        );
+        let (x_values, w_values, grad) = (Values::of(x), Values::of(w), Values::of(&grad));
+        let (numbers, weight) = (x_values.numbers()?, w_values.numbers()?.to_f32());
+        let width = weight.len();
+        let chunk = NORM_ROWS * width;
+        let output = match x.track_op() {
+            true => Output::rows(numbers, chunk),
+            false => Output::none(),
+        };
+        let num_sums = if w.track_op() || b.track_op() {
+            width
+        } else {
+            0
+        };
+        let inputs = [(numbers, chunk), (grad.numbers()?, chunk)];
+        let (dx, sums) = map(inputs, output, |_, [x, grad], dx| {
+            let mut sums = vec![0f32; 2 * num_sums];
+            let dw_db = sums.split_at_mut(num_sums);
+            kernels::layer_norm_backward(x, &weight, grad, self.eps, dx, dw_db);
+            sums
+        })?;
+        let mut dw = total(sums, 2 * num_sums);
+        let db = dw.split_off(num_sums);
         Ok((
-            Some(Tensor::from_vec(dx, x.shape(), x.device())?),
-            Some(Tensor::from_vec(dw, w.shape(), w.device())?),
-            Some(Tensor::from_vec(db, b.shape(), b.device())?),
+            x.track_op().then(|| gradient(dx, x)).transpose()?,
+            parameter_gradient(dw, w)?,
+            parameter_gradient(db, b)?,
         ))
     }
 }

@@ -4,16 +4,21 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, bail};
 
+use super::chunks::{ELEMENTS, Output, map};
 use super::gelu::gelu_tanh;
-use super::values::{Values, is_fusable, slice};
-use super::widen::widen;
+use super::values::{Numbers, Values, gradient, into_f32, is_fusable, parameter_gradient, round};
+use super::widen::follow;
 use crate::kernels::{self, Mat, matmul};
 
 /// `x weight^T + bias`, as `torch.nn.functional.linear`.
 ///
 /// `x` `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, the result `[.., out]`, of one float dtype. On the CPU it is one node
-/// of the graph, whose backward computes the gradients that are needed and no others; 16-bit input is computed in f32 (candle
-/// has no bf16 product on the CPU).
+/// of the graph, whose backward computes the gradients that are needed and no others.
+///
+/// 16-bit numbers are computed with in f32, sums included, and the result is rounded once (candle has no bf16 product on the
+/// CPU); what is kept for the backward pass is 16 bit. Between f32, f16 and bf16 the parameters may have another dtype than
+/// `x`: the result has that of `x`, and each gradient that of what it belongs to. So f32 weights of bf16 activations get f32
+/// gradients. On other devices parameters are first converted to the dtype of `x`, and the device's own product is used.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -30,19 +35,15 @@ use crate::kernels::{self, Mat, matmul};
 /// Shapes or dtypes that do not fit.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let shape = output_shape(x, weight, bias)?;
-    let rows = widen(x)?.flatten_to(D::Minus2)?;
-    let y = match (is_fusable(&rows), bias) {
-        (true, None) => rows
-            .contiguous()?
-            .apply_op2(&widen(weight)?.contiguous()?, Linear { shape })?,
-        (true, Some(bias)) => {
-            let (weight, bias) = (widen(weight)?.contiguous()?, widen(bias)?.contiguous()?);
-            rows.contiguous()?
-                .apply_op3(&weight, &bias, Linear { shape })?
-        }
-        (false, _) => composed(&rows, weight, bias)?.reshape(shape)?,
-    };
-    y.to_dtype(x.dtype())
+    let rows = x.flatten_to(D::Minus2)?;
+    if !is_fusable(&[x, weight, bias.unwrap_or(weight)]) {
+        return composed(&rows, weight, bias)?.reshape(shape);
+    }
+    let (rows, weight) = (rows.contiguous()?, weight.contiguous()?);
+    match bias {
+        None => rows.apply_op2(&weight, Linear { shape }),
+        Some(bias) => rows.apply_op3(&weight, &bias.contiguous()?, Linear { shape }),
+    }
 }
 
 /// [`gelu_tanh`] of [`linear`], in one node: the first half of a transformer's MLP.
@@ -52,26 +53,22 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// As [`linear`].
 pub fn linear_gelu(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let shape = output_shape(x, weight, Some(bias))?;
-    let rows = widen(x)?.flatten_to(D::Minus2)?;
-    if !is_fusable(&rows) {
-        return gelu_tanh(&composed(&rows, weight, Some(bias))?)?
-            .reshape(shape)?
-            .to_dtype(x.dtype());
+    let rows = x.flatten_to(D::Minus2)?;
+    if !is_fusable(&[x, weight, bias]) {
+        return gelu_tanh(&composed(&rows, weight, Some(bias))?)?.reshape(shape);
     }
     let op = LinearGelu {
         shape,
         before: Mutex::new(None),
     };
-    let (weight, bias) = (widen(weight)?.contiguous()?, widen(bias)?.contiguous()?);
     rows.contiguous()?
-        .apply_op3(&weight, &bias, op)?
-        .to_dtype(x.dtype())
+        .apply_op3(&weight.contiguous()?, &bias.contiguous()?, op)
 }
 
 fn composed(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let y = rows.matmul(&weight.t()?)?;
+    let y = rows.matmul(&follow(weight, rows)?.t()?)?;
     match bias {
-        Some(bias) => y.broadcast_add(bias),
+        Some(bias) => y.broadcast_add(&follow(bias, rows)?),
         None => Ok(y),
     }
 }
@@ -93,69 +90,65 @@ fn output_shape(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Sh
 }
 
 /// `y = x weight^T + bias`
-fn forward(x: &[f32], weight: &[f32], bias: Option<&[f32]>, out: usize) -> Vec<f32> {
+fn forward(x: Numbers<'_>, weight: Numbers<'_>, bias: Option<Numbers<'_>>, out: usize) -> Vec<f32> {
     let width = weight.len() / out.max(1);
     let rows = x.len() / width.max(1);
     let mut y = Vec::with_capacity(rows * out);
     match bias {
-        Some(bias) => (0..rows).for_each(|_| y.extend_from_slice(bias)),
+        Some(bias) => {
+            let bias = bias.to_f32();
+            (0..rows).for_each(|_| y.extend_from_slice(&bias));
+        }
         None => y.resize(rows * out, 0.0),
     }
     matmul(
         &mut y,
         out,
         bias.is_some(),
-        Mat::new(x, rows, width),
-        Mat::new(weight, out, width).t(),
+        Mat::new(&x.to_f32(), rows, width),
+        Mat::new(&weight.to_f32(), out, width).t(),
         1.0,
         true,
     );
     y
 }
 
-/// The gradients of `x` and `weight`, where they are needed, and of the bias.
-struct Gradients {
-    x: Option<Tensor>,
-    weight: Option<Tensor>,
-    bias: Vec<f32>,
-}
-
-fn backward(x: &Tensor, weight: &Tensor, grad: &[f32]) -> Result<Gradients> {
+/// The gradients of `x`, `weight` and `bias`, where they are needed; `grad` is that of `y`.
+fn backward(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    grad: &[f32],
+) -> Result<[Option<Tensor>; 3]> {
     let (out, width) = weight.dims2()?;
     let rows = x.elem_count() / width.max(1);
     let grad_mat = Mat::new(grad, rows, out);
-    let mut gradients = Gradients {
-        x: None,
-        weight: None,
-        bias: vec![0f32; out],
-    };
+    let mut gradients = [None, None, None];
     if x.track_op() {
         let mut dx = vec![0f32; rows * width];
-        matmul(
-            &mut dx,
-            width,
-            false,
-            grad_mat,
-            Mat::new(&Values::of(weight)?, out, width),
-            1.0,
-            true,
-        );
-        gradients.x = Some(Tensor::from_vec(dx, x.shape(), x.device())?);
+        let values = Values::of(weight);
+        let wide = values.numbers()?.to_f32();
+        let weight = Mat::new(&wide, out, width);
+        matmul(&mut dx, width, false, grad_mat, weight, 1.0, true);
+        drop(wide);
+        gradients[0] = Some(gradient(round(dx, x.dtype())?, x)?);
     }
     if weight.track_op() {
         let mut dw = vec![0f32; out * width];
-        matmul(
-            &mut dw,
-            width,
-            false,
-            grad_mat.t(),
-            Mat::new(&Values::of(x)?, rows, width),
-            1.0,
-            true,
-        );
-        gradients.weight = Some(Tensor::from_vec(dw, weight.shape(), weight.device())?);
+        let values = Values::of(x);
+        let wide = values.numbers()?.to_f32();
+        let x = Mat::new(&wide, rows, width);
+        matmul(&mut dw, width, false, grad_mat.t(), x, 1.0, true);
+        drop(wide);
+        gradients[1] = parameter_gradient(dw, weight)?;
     }
-    kernels::column_sums(grad, &mut gradients.bias);
+    if let Some(bias) = bias
+        && bias.track_op()
+    {
+        let mut db = vec![0f32; out];
+        kernels::column_sums(grad, &mut db);
+        gradients[2] = parameter_gradient(db, bias)?;
+    }
     Ok(gradients)
 }
 
@@ -176,8 +169,9 @@ impl CustomOp2 for Linear {
         w: &CpuStorage,
         lw: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let y = forward(slice(x, lx)?, slice(w, lw)?, None, lw.dims()[0]);
-        Ok((CpuStorage::F32(y), self.shape.clone()))
+        let (x, w) = (Numbers::of(x, lx)?, Numbers::of(w, lw)?);
+        let y = forward(x, w, None, lw.dims()[0]);
+        Ok((round(y, x.dtype())?, self.shape.clone()))
     }
 
     fn bwd(
@@ -187,8 +181,9 @@ impl CustomOp2 for Linear {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradients = backward(x, w, &Values::of(&grad.contiguous()?)?)?;
-        Ok((gradients.x, gradients.weight))
+        let grad = grad.contiguous()?;
+        let [dx, dw, _] = backward(x, w, None, &Values::of(&grad).numbers()?.to_f32())?;
+        Ok((dx, dw))
     }
 }
 
@@ -206,13 +201,13 @@ impl CustomOp3 for Linear {
         b: &CpuStorage,
         lb: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let y = forward(
-            slice(x, lx)?,
-            slice(w, lw)?,
-            Some(slice(b, lb)?),
-            lw.dims()[0],
+        let (x, w, b) = (
+            Numbers::of(x, lx)?,
+            Numbers::of(w, lw)?,
+            Numbers::of(b, lb)?,
         );
-        Ok((CpuStorage::F32(y), self.shape.clone()))
+        let y = forward(x, w, Some(b), lw.dims()[0]);
+        Ok((round(y, x.dtype())?, self.shape.clone()))
     }
 
     fn bwd(
@@ -223,16 +218,28 @@ impl CustomOp3 for Linear {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradients = backward(x, w, &Values::of(&grad.contiguous()?)?)?;
-        let bias = Tensor::from_vec(gradients.bias, b.shape(), b.device())?;
-        Ok((gradients.x, gradients.weight, Some(bias)))
+        let grad = grad.contiguous()?;
+        let grad = Values::of(&grad);
+        Ok(backward(x, w, Some(b), &grad.numbers()?.to_f32())?.into())
     }
 }
 
 struct LinearGelu {
     shape: Shape,
-    /// The linear part, for the backward pass, which turns it into its own gradient.
-    before: Mutex<Option<Vec<f32>>>,
+    /// The linear part in the dtype of the result, for the backward pass, which takes it.
+    before: Mutex<Option<CpuStorage>>,
+}
+
+impl LinearGelu {
+    /// The linear part as the backward pass sees it: rounded, as it is kept.
+    fn recompute(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<CpuStorage> {
+        let (x_values, w_values, b_values) = (Values::of(x), Values::of(w), Values::of(b));
+        let (x, bias) = (x_values.numbers()?, b_values.numbers()?);
+        round(
+            forward(x, w_values.numbers()?, Some(bias), w.dim(0)?),
+            x.dtype(),
+        )
+    }
 }
 
 impl CustomOp3 for LinearGelu {
@@ -249,16 +256,24 @@ impl CustomOp3 for LinearGelu {
         b: &CpuStorage,
         lb: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let before = forward(
-            slice(x, lx)?,
-            slice(w, lw)?,
-            Some(slice(b, lb)?),
-            lw.dims()[0],
+        let (x, w, b) = (
+            Numbers::of(x, lx)?,
+            Numbers::of(w, lw)?,
+            Numbers::of(b, lb)?,
         );
-        let mut y = vec![0f32; before.len()];
-        kernels::gelu(&before, &mut y);
-        *self.before.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
-        Ok((CpuStorage::F32(y), self.shape.clone()))
+        let before = forward(x, w, Some(b), lw.dims()[0]);
+        let output = Output {
+            dtype: x.dtype(),
+            len: before.len(),
+            chunk: ELEMENTS,
+        };
+        let inputs = [(Numbers::F32(&before), ELEMENTS)];
+        let (y, _) = map(inputs, output, |_, [before], y| {
+            kernels::gelu_tanh(before, y);
+        })?;
+        *self.before.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some(round(before, x.dtype())?);
+        Ok((y, self.shape.clone()))
     }
 
     fn bwd(
@@ -274,19 +289,14 @@ impl CustomOp3 for LinearGelu {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        let mut before = match kept {
+        let before = match kept {
             Some(before) => before,
             // A second backward through the same graph.
-            None => forward(
-                &Values::of(x)?,
-                &Values::of(w)?,
-                Some(&Values::of(b)?),
-                w.dim(0)?,
-            ),
+            None => Self::recompute(x, w, b)?,
         };
-        kernels::gelu_backward(&mut before, &Values::of(&grad.contiguous()?)?);
-        let gradients = backward(x, w, &before)?;
-        let bias = Tensor::from_vec(gradients.bias, b.shape(), b.device())?;
-        Ok((gradients.x, gradients.weight, Some(bias)))
+        let mut before = into_f32(before)?;
+        let grad = grad.contiguous()?;
+        kernels::gelu_tanh_backward(&mut before, &Values::of(&grad).numbers()?.to_f32());
+        Ok(backward(x, w, Some(b), &before)?.into())
     }
 }
