@@ -62,6 +62,8 @@ pub struct Engine<O: Optimizer> {
     pub(crate) layout: Arc<BucketLayout>,
     pub(crate) strategy_name: &'static str,
     pub(crate) reducer: Arc<Reducer>,
+    /// Per bucket: the elements that this rank owns.
+    pub(crate) owned: Vec<Range<usize>>,
     pub(crate) groups: ParamGroups<O>,
     /// Per parameter: position of its group.
     pub(crate) group_of: Vec<usize>,
@@ -184,6 +186,7 @@ impl<O: Optimizer> Engine<O> {
             layout,
             strategy_name,
             reducer,
+            owned,
             groups,
             states,
             buffers,
@@ -267,10 +270,9 @@ impl<O: Optimizer> Engine<O> {
         let is_wanted = |i: &usize| wanted(&self.params[*i]);
         let order = self.order.iter().copied().filter(is_wanted);
         broadcast_values(&self.params, order, self.comm.as_ref(), self.store.ledger())?;
-        let owned = self.owned();
         let (layout, params) = (&self.layout, &self.params);
         self.masters
-            .refresh(layout, params, &owned, |i| wanted(&params[i]))?;
+            .refresh(layout, params, &self.owned, |i| wanted(&params[i]))?;
         self.mark_update()
     }
 
@@ -300,13 +302,6 @@ impl<O: Optimizer> Engine<O> {
         });
         let outcome = self.adopt(|p| p.name() == name);
         self.reducer.remember_failure(outcome)
-    }
-
-    /// The elements of each bucket that this rank owns.
-    pub(crate) fn owned(&self) -> Vec<Range<usize>> {
-        let buckets = 0..self.layout.buckets().len();
-        self.reducer
-            .with_strategy(|s| buckets.map(|b| s.owned(b)).collect())
     }
 
     /// A load may follow one that failed.

@@ -197,16 +197,21 @@ impl Reducer {
     /// Waits for all reductions of the window, and sums up what the ranks did. Then gradients are weighted means.
     ///
     /// `agreement`: what all ranks must be about to do alike. It is the label of the summary's collective, so a rank that
-    /// differs is a mismatch, which names both sides. `altered`: per parameter, its value is not the one that this rank has
-    /// given it.
-    pub fn settle(&self, agreement: &str, altered: &[bool]) -> Result<Summary> {
+    /// differs is a mismatch, which names both sides. `find_altered`: per parameter, is its value not the one that this
+    /// rank has given it?
+    pub fn settle(
+        &self,
+        agreement: &str,
+        find_altered: impl FnOnce() -> Result<Vec<bool>>,
+    ) -> Result<Summary> {
         let mut state = self.0.lock();
         state.refuse_after_failure()?;
         if let Some(summary) = &state.summary {
             return Ok(summary.clone());
         }
         let request = Request::new(Collective::AllReduce(ReduceOp::Sum), agreement);
-        let mine = state.mine.to_buffer(&state.order, &state.used, altered);
+        let altered = find_altered()?;
+        let mine = state.mine.to_buffer(&state.order, &state.used, &altered);
         let pending = state.comm.start(request, mine);
         let pending = state.remember(pending)?;
         while state.collect_oldest()? {}

@@ -91,7 +91,7 @@ impl<O: Optimizer> Engine<O> {
         }
         let settings = self.agreement(num_micro_batches);
         let label = format!("{settings}, clipped to {kind:?} norm {max_norm}");
-        let summary = self.reducer.settle(&label, &self.find_altered()?)?;
+        let summary = self.settle(&label)?;
         let divisor = self.divisor(&summary);
         let num_buckets = self.layout.buckets().len();
         let norm = self.reducer.with_strategy(|strategy| {
@@ -118,7 +118,7 @@ impl<O: Optimizer> Engine<O> {
         let num_micro_batches = self.require_complete_window("step")?;
         self.check_groups()?;
         let settings = self.agreement(num_micro_batches);
-        let summary = self.reducer.settle(&settings, &self.find_altered()?)?;
+        let summary = self.settle(&settings)?;
         let divisor = self.divisor(&summary);
         if self.clipping.as_ref().is_some_and(|c| c.agreed != settings) {
             // Changed since clip_grad_norm; on all ranks alike, or the label differs or a rank does not come.
@@ -237,7 +237,7 @@ impl<O: Optimizer> Engine<O> {
             .map(Buffer::as_mut_slice::<f32>)
             .collect::<Result<_>>()?;
         let mut masters = self.masters.of_mut(bucket);
-        let owned = strategy.owned(bucket);
+        let owned = self.owned[bucket].clone();
         let bucket = &self.layout.buckets()[bucket];
         for segment in bucket.segments(owned) {
             let index = segment.param_idx;
@@ -287,10 +287,12 @@ impl<O: Optimizer> Engine<O> {
         }
     }
 
-    /// Per parameter: was a value that this rank owns written by somebody else?
-    fn find_altered(&self) -> Result<Vec<bool>> {
-        self.masters
-            .find_altered(&self.layout, &self.params, &self.owned())
+    /// Waits for the reductions, and hears from all ranks, unless `clip_grad_norm` has done so.
+    fn settle(&self, agreement: &str) -> Result<Summary> {
+        let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
+        self.reducer.settle(agreement, || {
+            self.masters.find_altered(layout, params, owned)
+        })
     }
 
     /// Hyper-parameters may have been changed since the last step.
@@ -322,7 +324,7 @@ impl<O: Optimizer> Engine<O> {
         self.reducer.with_strategy(|strategy| -> Result<()> {
             for (index, bucket) in self.layout.buckets().iter().enumerate() {
                 let gradient = MeanGradient::of(strategy, index, divisor)?;
-                for segment in bucket.segments(strategy.owned(index)) {
+                for segment in bucket.segments(self.owned[index].clone()) {
                     let mut finite = true;
                     gradient.for_each_chunk(segment.in_owned, |_, part| {
                         finite &= part.iter().all(|g| g.is_finite());

@@ -324,8 +324,8 @@ impl<O: Optimizer> Engine<O> {
     /// What this rank reads: what it owns, and on rank 0 what is not trained.
     fn wanted(&self) -> Wanted {
         let mut ranges: HashMap<String, Vec<Range<usize>>> = HashMap::new();
-        for (bucket, owned) in self.layout.buckets().iter().zip(self.owned()) {
-            for segment in bucket.segments(owned) {
+        for (bucket, owned) in self.layout.buckets().iter().zip(&self.owned) {
+            for segment in bucket.segments(owned.clone()) {
                 let name = self.params[segment.param_idx].name().to_string();
                 ranges.entry(name).or_default().push(segment.in_param);
             }
@@ -367,9 +367,8 @@ impl<O: Optimizer> Engine<O> {
         for (updates, record) in self.param_steps.iter_mut().zip(&records) {
             *updates = record.map_or(0, |r| r.updates);
         }
-        let owned = self.owned();
         for (index, bucket) in self.layout.buckets().iter().enumerate() {
-            for segment in bucket.segments(owned[index].clone()) {
+            for segment in bucket.segments(self.owned[index].clone()) {
                 let param = &self.params[segment.param_idx];
                 let saved = records[segment.param_idx].is_some();
                 if saved {

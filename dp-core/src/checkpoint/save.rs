@@ -274,7 +274,6 @@ impl<O: Optimizer> Engine<O> {
     fn with_pieces<R>(&self, f: impl FnOnce(&[Piece<'_>]) -> R) -> R {
         let (rank, n) = (self.comm.rank(), self.comm.world_size());
         let mut pieces = Vec::new();
-        let owned = self.owned();
         for (index, bucket) in self.layout.buckets().iter().enumerate() {
             for segment in bucket.segments(bucket.slice(rank, n)) {
                 let param = &self.params[segment.param_idx];
@@ -287,7 +286,7 @@ impl<O: Optimizer> Engine<O> {
                     state: None,
                 });
                 // Plain data parallelism keeps the state of the whole bucket.
-                let start = segment.in_bucket.start - owned[index].start;
+                let start = segment.in_bucket.start - self.owned[index].start;
                 for (name, state) in names.iter().zip(&self.states[index]) {
                     let numbers = state.as_slice::<f32>().unwrap_or_default();
                     let numbers = &numbers[start..start + segment.in_bucket.len()];

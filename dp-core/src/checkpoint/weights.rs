@@ -109,10 +109,10 @@ impl<O: Optimizer> Engine<O> {
                 self.store.ledger(),
             )?;
         }
-        let (owned, params) = (self.owned(), &self.params);
-        self.masters.refresh(&self.layout, params, &owned, |i| {
-            present.contains(params[i].name())
-        })?;
+        let (owned, params) = (&self.owned, &self.params);
+        let is_present = |i: usize| present.contains(params[i].name());
+        self.masters
+            .refresh(&self.layout, params, owned, is_present)?;
         self.mark_update()
     }
 }
