@@ -13,6 +13,8 @@
 //! 4. A last [`LayerNorm`], and the head turns every position into `V` logits. The tied head is the token embedding itself.
 //! 5. [`cross_entropy`] is the mean over all positions of the batch, one scalar on which `backward()` is called.
 //!
+//! For decoders of the Llama shape there are [`RmsNorm`], [`SwiGlu`] and [`Rotary`], and for others [`gelu_erf`] and [`Dropout`].
+//!
 //! # Dtypes
 //!
 //! On the CPU the layers take f32, f16, bf16 and f64. 16-bit numbers are computed with in f32, sums included, and rounded once

@@ -73,7 +73,7 @@ impl MlpConfig {
 /// A multi-layer perceptron: linear layers with an activation between them, as `torch.nn.Sequential` of `Linear`s.
 ///
 /// Input `[.., input]`, output `[.., output]`. Parameters are named `layers.0.weight`, `layers.0.bias`, `layers.1.weight`, ...;
-/// a weight is `[out, in]`. Initial values are those of `candle_nn::linear`. In 16 bits each layer is [`linear`](crate::linear).
+/// a weight is `[out, in]`. Initial values are those of `candle_nn::linear`. In 16 bits each layer is [`linear`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};

@@ -227,6 +227,13 @@ fn no_rows() {
     check_empty("gelu erf", &|t| gelu_erf(&t[0]), &inputs[..1]);
     let norm = [random(1, &[0, 4]), random(5, &[4]), random(6, &[4])];
     check_empty("layer norm", &layer_norm, &norm);
+    let layer: Layer<'_> = &|t| {
+        let linear = |t: &Tensor| Linear::new(t.clone(), None);
+        let attention = CausalSelfAttention::new(linear(&t[1]), linear(&t[2]), 2)?;
+        attention.forward(&t[0], &CausalMask::new(t[0].dtype(), &CPU).get(3)?)
+    };
+    let weights = [random(1, &[0, 4]), random(2, &[12, 4]), random(3, &[4, 4])];
+    check_empty("attention", layer, &weights);
 }
 
 /// Inputs that need no gradient get none, and the others theirs: for each input of a layer in turn, the only one that is a

@@ -280,7 +280,8 @@ fn bf16_values() {
     compare("layer_norm", layer_norm, &inputs, &dy, &want, TOLERANCE);
 
     let ones = x.ones_like().unwrap();
-    let activations: [(&str, &dyn Fn(&Tensor) -> Result<Tensor>, [&[f64]; 2]); 3] = [
+    type Activation<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+    let activations: [(&str, Activation<'_>, [&[f64]; 2]); 3] = [
         (
             "gelu_erf",
             &gelu_erf,

@@ -3,8 +3,8 @@
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use dp_models::{
-    Activation, ByteTokens, Gpt, GptConfig, LayerNorm, Mlp, MlpConfig, RmsNorm, embed, linear,
-    linear_gelu, silu_gated,
+    Activation, ByteTokens, CausalMask, Gpt, GptConfig, LayerNorm, Mlp, MlpConfig, RmsNorm,
+    attention, embed, linear, linear_gelu, silu_gated,
 };
 
 use crate::allocations::live_bytes;
@@ -247,5 +247,52 @@ fn an_mlp_works_in_16_bits() {
         for var in vars.all_vars() {
             assert_eq!(grads.get(&var).unwrap().dtype(), dtype);
         }
+    }
+}
+
+/// Separate queries, keys and values: as in f32, with one rounding of the result.
+#[test]
+fn attention_works_in_16_bits() {
+    let inputs = [1, 2, 3].map(|seed| random(seed, &[2, 3, 5, 4]));
+    let masks = CausalMask::new(DType::F32, &CPU);
+    let mask = masks.get(5).unwrap();
+    let layer: Layer<'_> = &|t| attention(&t[0], &t[1], &t[2], &mask.to_dtype(t[0].dtype())?);
+    for dtype in [DType::F16, DType::BF16] {
+        let rounded = cast(&inputs, dtype);
+        let (y, gradients) = run(layer, &rounded);
+        let (want, want_gradients) = run(layer, &cast(&rounded, DType::F32));
+        assert_close_within("attention", &y, &want.to_dtype(dtype).unwrap(), 0.0);
+        for (got, want) in gradients.iter().zip(&want_gradients) {
+            assert_close_within("gradient", got, &want.to_dtype(dtype).unwrap(), 0.0);
+        }
+    }
+}
+
+/// Loss and gradients have the same bits from one thread and from several, in tensors of many chunks.
+#[test]
+fn threads_change_no_bits_of_a_gpt() {
+    let (_, vars) = seeded_gpt(&config(), 7);
+    let ids: Vec<u32> = (0..32 * 16).map(|i| i * 7 % 256).collect();
+    let tokens = Tensor::from_vec(ids, (32, 16), &CPU).unwrap();
+    let numbers = |dtype, threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        pool.install(|| {
+            let (gpt, vars) = converted(&vars, dtype);
+            let loss = gpt.loss(&tokens, &tokens).unwrap();
+            let grads = loss.backward().unwrap();
+            let gradient = |name: String| grads.get(&var(&vars, &name)).unwrap().clone();
+            let mut tensors: Vec<Tensor> = names(&vars).into_iter().map(gradient).collect();
+            tensors.push(loss);
+            cast(&tensors, DType::F32)
+                .iter()
+                .map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+                .collect::<Vec<_>>()
+        })
+    };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        assert!(numbers(dtype, 1) == numbers(dtype, 3), "{dtype:?}");
     }
 }

@@ -2,11 +2,12 @@
 //!
 //! `B` sequences, `T` positions, `D` width, `H` heads, `E = D / H` width of a head.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 use candle_nn::Linear;
 
 use super::chunks::{Output, map};
 use super::values::{Numbers, Values, gradient, is_fusable};
+use super::widen::{follow, widen};
 use super::{linear, softmax};
 use crate::kernels::{self, Heads};
 
@@ -73,12 +74,13 @@ impl CausalSelfAttention {
             });
             return qkv.contiguous()?.apply_op1(op);
         }
+        let mask = follow(mask, qkv)?;
         let qkv = qkv
             .reshape((rows / len, len, 3, self.heads, width / self.heads))?
             .permute((2, 0, 3, 1, 4))?
             // One copy puts all three into the layout [B, H, T, E] that candle's matmul asks for.
             .contiguous()?;
-        attention(&qkv.get(0)?, &qkv.get(1)?, &qkv.get(2)?, mask)?
+        attention(&qkv.get(0)?, &qkv.get(1)?, &qkv.get(2)?, &mask)?
             .transpose(1, 2)?
             .reshape((rows, width))
     }
@@ -136,13 +138,20 @@ impl CustomOp1 for Attention {
 ///
 /// `softmax(q k^T / sqrt(E) + mask) v`.
 ///
-/// `q`, `k`, `v` and the result are `[B, H, T, E]`, contiguous, of one float dtype; `mask` is `[T, T]` of the same dtype.
+/// `q`, `k`, `v` and the result are `[B, H, T, E]`, contiguous, of one float dtype; `mask` is `[T, T]` of the same dtype. It is
+/// composed of Candle's operations; on the CPU 16-bit input is computed in f32 and rounded once. [`CausalSelfAttention`], which
+/// keeps no scores, takes less memory.
 ///
 /// # Errors
 ///
 /// Shapes or dtypes that do not fit.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let (_, _, _, head_width) = q.dims4()?;
+    if q.device().is_cpu() && matches!(q.dtype(), DType::F16 | DType::BF16) {
+        // Candle has no bf16 product on the CPU.
+        let y = attention(&widen(q)?, &widen(k)?, &widen(v)?, &widen(mask)?)?;
+        return y.to_dtype(q.dtype());
+    }
     // Scaling the queries is T / E times cheaper than scaling the scores.
     let q = (q * (head_width as f64).powf(-0.5))?;
     let scores = q.matmul(&k.t()?)?.broadcast_add(mask)?;

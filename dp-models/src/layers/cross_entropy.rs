@@ -1,11 +1,11 @@
 //! Mean cross-entropy of logits against class ids.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 
 use super::chunks::{Output, map};
-use super::values::{Numbers, Values, gradient, is_fusable};
+use super::values::{Numbers, Values, gradient, into_f32, is_fusable};
 use super::widen::widen;
 use crate::ids::check_ids;
 use crate::kernels;
@@ -52,7 +52,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if is_fusable(&[&logits]) {
         let op = CrossEntropy {
             targets: targets.flatten_all()?.to_vec1()?,
-            log_sums: Mutex::default(),
+            log_sums: OnceLock::new(),
         };
         return logits.contiguous()?.apply_op1(op);
     }
@@ -67,7 +67,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 struct CrossEntropy {
     targets: Vec<u32>,
     /// `log(sum(exp(logits)))` of each row, which forward leaves for backward.
-    log_sums: Mutex<Vec<f32>>,
+    log_sums: OnceLock<Vec<f32>>,
 }
 
 impl CustomOp1 for CrossEntropy {
@@ -93,25 +93,23 @@ impl CustomOp1 for CrossEntropy {
                 .map(|((row, target), log_sum)| log_sum - row[*target as usize])
                 .collect::<Vec<f32>>()
         })?;
+        let log_sums = into_f32(log_sums)?;
         let sum: f64 = losses.iter().flatten().map(|loss| f64::from(*loss)).sum();
-        if let CpuStorage::F32(log_sums) = log_sums {
-            *self.log_sums.lock().unwrap_or_else(PoisonError::into_inner) = log_sums;
-        }
+        self.log_sums.get_or_init(|| log_sums);
         let mean = sum / self.targets.len() as f64;
         Ok((CpuStorage::F32(vec![mean as f32]), Shape::from(())))
     }
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let scale = grad.to_scalar::<f32>()? / self.targets.len() as f32;
-        let log_sums = self.log_sums.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(log_sums) = self.log_sums.get() else {
+            bail!("cross-entropy has no backward pass before its forward pass")
+        };
         let values = Values::of(logits);
         let numbers = values.numbers()?;
         let classes = numbers.len() / self.targets.len();
         let rows = kernels::cross_entropy_rows(classes);
-        let inputs = [
-            (numbers, rows * classes),
-            (Numbers::F32(log_sums.as_slice()), rows),
-        ];
+        let inputs = [(numbers, rows * classes), (Numbers::F32(log_sums), rows)];
         let output = Output::rows(numbers, rows * classes);
         let (dx, _) = map(inputs, output, |idx, [logits, log_sums], dx| {
             let targets = &self.targets[idx * rows..][..log_sums.len()];

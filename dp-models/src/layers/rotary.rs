@@ -94,7 +94,7 @@ impl Rotary {
     pub fn forward(&self, x: &Tensor, first: usize) -> Result<Tensor> {
         let len = self.check(x)?;
         let (positions, _) = self.cos.dims2()?;
-        if first + len > positions {
+        if first.saturating_add(len) > positions {
             bail!(
                 "Rotary of {positions} positions got {len} from position {first} on, for an input of shape {:?}",
                 x.shape()

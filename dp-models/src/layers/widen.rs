@@ -12,7 +12,7 @@ pub(super) fn widen(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// A parameter in the dtype of the input it is applied to. Only between f32, f16 and bf16; Candle reports other mixtures.
+/// A parameter, or a mask, in the dtype of the input it is applied to. Only between f32, f16 and bf16; Candle reports other mixtures.
 pub(super) fn follow(parameter: &Tensor, x: &Tensor) -> Result<Tensor> {
     match is_at_most_32_bits(parameter.dtype()) && is_at_most_32_bits(x.dtype()) {
         true => parameter.to_dtype(x.dtype()),
