@@ -13,6 +13,9 @@ mod cases;
 /// What goes wrong or late in the middle of backward.
 mod backward;
 
+/// How much of the communication backward hides.
+mod hidden_communication;
+
 /// Bytes held and bytes sent: counted against predicted.
 mod memory;
 

@@ -1,5 +1,7 @@
 //! AdamW: "Decoupled weight decay regularization", arXiv 1711.05101; `torch.optim.AdamW`.
 
+use multiversion::multiversion;
+
 use super::{Optimizer, check, unknown};
 use crate::error::Result;
 
@@ -49,6 +51,36 @@ impl AdamW {
     }
 }
 
+/// What all elements of an update have in common.
+struct Factors {
+    decay: f32,
+    beta1: f32,
+    beta2: f32,
+    rest1: f32,
+    rest2: f32,
+    correction1: f32,
+    correction2: f32,
+    lr: f32,
+    eps: f32,
+    grad_scale: f32,
+}
+
+/// Rust contracts nothing to fused operations, so all versions give the same bits.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+fn update(f: &Factors, values: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32]) {
+    // One length for all slices lets the compiler drop the bounds checks.
+    let n = values.len();
+    let (grad, m, v) = (&grad[..n], &mut m[..n], &mut v[..n]);
+    for i in 0..n {
+        let g = grad[i] * f.grad_scale;
+        m[i] = m[i] * f.beta1 + g * f.rest1;
+        v[i] = v[i] * f.beta2 + (g * g) * f.rest2;
+        let m_hat = m[i] * f.correction1;
+        let v_hat = v[i] * f.correction2;
+        values[i] = values[i] * f.decay - (m_hat / (v_hat.sqrt() + f.eps)) * f.lr;
+    }
+}
+
 impl Optimizer for AdamW {
     fn name(&self) -> &'static str {
         "adamw"
@@ -70,23 +102,19 @@ impl Optimizer for AdamW {
             unreachable!("AdamW names two states, so its caller passes two");
         };
         let t = i32::try_from(step).unwrap_or(i32::MAX);
-        let decay = (1.0 - self.lr * self.weight_decay) as f32;
-        let (b1, b2) = (self.beta1 as f32, self.beta2 as f32);
-        let (c1, c2) = ((1.0 - self.beta1) as f32, (1.0 - self.beta2) as f32);
-        let scale_m = (1.0 / (1.0 - self.beta1.powi(t))) as f32;
-        let scale_v = (1.0 / (1.0 - self.beta2.powi(t))) as f32;
-        let (lr, eps) = (self.lr as f32, self.eps as f32);
-        // One length for all slices lets the compiler drop the bounds checks.
-        let n = values.len();
-        let (grad, m, v) = (&grad[..n], &mut exp_avg[..n], &mut exp_avg_sq[..n]);
-        for i in 0..n {
-            let g = grad[i] * grad_scale;
-            m[i] = m[i] * b1 + g * c1;
-            v[i] = v[i] * b2 + (g * g) * c2;
-            let m_hat = m[i] * scale_m;
-            let v_hat = v[i] * scale_v;
-            values[i] = values[i] * decay - (m_hat / (v_hat.sqrt() + eps)) * lr;
-        }
+        let factors = Factors {
+            decay: (1.0 - self.lr * self.weight_decay) as f32,
+            beta1: self.beta1 as f32,
+            beta2: self.beta2 as f32,
+            rest1: (1.0 - self.beta1) as f32,
+            rest2: (1.0 - self.beta2) as f32,
+            correction1: (1.0 / (1.0 - self.beta1.powi(t))) as f32,
+            correction2: (1.0 / (1.0 - self.beta2.powi(t))) as f32,
+            lr: self.lr as f32,
+            eps: self.eps as f32,
+            grad_scale,
+        };
+        update(&factors, values, grad, exp_avg, exp_avg_sq);
     }
 
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {

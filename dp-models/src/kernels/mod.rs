@@ -24,4 +24,4 @@ pub(crate) use elementwise::{add, column_sums, multiply_kept};
 pub(crate) use matmul::{Mat, matmul};
 pub(crate) use norm::{NORM_ROWS, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward};
 pub(crate) use rotary::{rotate_halves, rotate_interleaved};
-pub(crate) use sixteen_bit::{bits, bits_mut, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+pub(crate) use sixteen_bit::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};

@@ -2,35 +2,7 @@
 //!
 //! The loops have no branches, so that they are compiled to vector instructions; f16 needs no support by the processor.
 
-use candle_core::{DType, WithDType};
 use multiversion::multiversion;
-
-/// The bits of f16 or bf16 numbers.
-///
-/// # Panics
-/// If `T` is another type.
-pub(crate) fn bits<T: WithDType>(x: &[T]) -> &[u16] {
-    check::<T>();
-    // SAFETY: `T` is one of candle's two 16-bit float types, as `check` asserts; both are `repr(transparent)` over u16, so
-    // size, alignment and validity are those of u16, and the result borrows what `x` borrows.
-    unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), x.len()) }
-}
-
-/// As [`bits`], to write.
-pub(crate) fn bits_mut<T: WithDType>(x: &mut [T]) -> &mut [u16] {
-    check::<T>();
-    // SAFETY: as in `bits`; each u16 is a valid number of either type, and the mutable borrow of `x` lasts as long.
-    unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), x.len()) }
-}
-
-fn check<T: WithDType>() {
-    let is_16_bit = matches!(T::DTYPE, DType::F16 | DType::BF16);
-    assert!(
-        is_16_bit && size_of::<T>() == 2 && align_of::<T>() == align_of::<u16>(),
-        "not a 16-bit float: {:?}",
-        T::DTYPE
-    );
-}
 
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
 pub(crate) fn widen_bf16(x: &[u16], out: &mut [f32]) {
@@ -93,7 +65,7 @@ pub(crate) fn narrow_f16(x: &[f32], out: &mut [u16]) {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{Device, Tensor};
+    use candle_core::{DType, Device, Tensor};
 
     use super::*;
 
@@ -147,11 +119,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    #[should_panic(expected = "not a 16-bit float")]
-    fn other_types_have_no_such_bits() {
-        bits(&[1f32]);
     }
 }

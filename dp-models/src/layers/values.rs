@@ -4,9 +4,10 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use half::slice::HalfFloatSliceExt;
 use parking_lot::RwLockReadGuard;
 
-use crate::kernels::{bits, bits_mut, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use crate::kernels::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 
 /// True if fused kernels can compute with these tensors: all on the CPU, each in f32, f16 or bf16.
 pub(super) fn is_fusable(tensors: &[&Tensor]) -> bool {
@@ -54,8 +55,8 @@ impl<'a> Numbers<'a> {
         };
         let all = match storage {
             CpuStorage::F32(x) => Self::F32(x),
-            CpuStorage::F16(x) => Self::F16(bits(x)),
-            CpuStorage::BF16(x) => Self::BF16(bits(x)),
+            CpuStorage::F16(x) => Self::F16(x.reinterpret_cast()),
+            CpuStorage::BF16(x) => Self::BF16(x.reinterpret_cast()),
             _ => bail!("a fused layer got a tensor that is not f32, f16 or bf16"),
         };
         Ok(all.range(start..end))
@@ -117,8 +118,8 @@ impl<'a> NumbersMut<'a> {
     pub fn of(storage: &'a mut CpuStorage) -> Result<Self> {
         Ok(match storage {
             CpuStorage::F32(x) => Self::F32(x),
-            CpuStorage::F16(x) => Self::F16(bits_mut(x)),
-            CpuStorage::BF16(x) => Self::BF16(bits_mut(x)),
+            CpuStorage::F16(x) => Self::F16(x.reinterpret_cast_mut()),
+            CpuStorage::BF16(x) => Self::BF16(x.reinterpret_cast_mut()),
             _ => bail!("a fused layer computes f32, f16 or bf16"),
         })
     }
@@ -196,8 +197,8 @@ pub(super) fn round(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
 /// The numbers of a storage in f32; not copied if they are.
 pub(super) fn into_f32(storage: CpuStorage) -> Result<Vec<f32>> {
     let numbers = match &storage {
-        CpuStorage::F16(x) => Numbers::F16(bits(x)),
-        CpuStorage::BF16(x) => Numbers::BF16(bits(x)),
+        CpuStorage::F16(x) => Numbers::F16(x.reinterpret_cast()),
+        CpuStorage::BF16(x) => Numbers::BF16(x.reinterpret_cast()),
         _ => match storage {
             CpuStorage::F32(x) => return Ok(x),
             _ => bail!("a fused layer computes f32, f16 or bf16"),
