@@ -42,6 +42,7 @@ mod world_error;
 
 pub mod buffer;
 pub mod comm;
+mod sixteen_bits;
 
 mod hashing;
 mod hook;

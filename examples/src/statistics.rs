@@ -9,14 +9,20 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
+/// The least of `values`; infinite without any.
+pub fn least(values: &[f64]) -> f64 {
+    values.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::median;
+    use super::{least, median};
 
     #[test]
-    fn medians_of_odd_and_even_numbers() {
+    fn medians_of_odd_and_even_numbers_and_the_least() {
         assert_eq!(median(vec![3.0, 1.0, 100.0]), 3.0);
         assert_eq!(median(vec![4.0, 1.0, 2.0, 100.0]), 3.0);
         assert!(median(Vec::new()).is_nan());
+        assert_eq!(least(&[4.0, 1.0, 2.0]), 1.0);
     }
 }

@@ -31,6 +31,9 @@ pub struct Row {
     pub fraction_of_memcpy: f64,
     /// The former.
     pub memcpy_us: f64,
+    /// The shortest turn: what a machine does that does nothing else.
+    pub min_us: f64,
+    pub memcpy_min_us: f64,
     /// Values that the medians are of.
     pub turns: usize,
 }
@@ -46,6 +49,8 @@ impl Row {
             busbw_gbs: algbw_gbs * op.bus_factor(ranks),
             fraction_of_memcpy: times.memcpy / times.collective,
             memcpy_us: times.memcpy * 1e6,
+            min_us: times.collective_min * 1e6,
+            memcpy_min_us: times.memcpy_min * 1e6,
             turns: times.turns,
         }
     }
@@ -54,7 +59,7 @@ impl Row {
 /// The line above the rows.
 pub fn header(options: &Options) -> String {
     format!(
-        "{} ranks, {}\n{:14} {:>10} {:>11} {:>9} {:>9} {:>11} {:>6}",
+        "{} ranks, {}\n{:14} {:>10} {:>11} {:>10} {:>10} {:>11} {:>11} {:>6}",
         options.ranks,
         options.dtype.name(),
         "op",
@@ -63,6 +68,7 @@ pub fn header(options: &Options) -> String {
         "algbw GB/s",
         "busbw GB/s",
         "% of memcpy",
+        "min us",
         "turns"
     )
 }
@@ -71,13 +77,14 @@ impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:14} {:>10} {:>11.2} {:>10.3} {:>10.3} {:>11.1} {:>6}",
+            "{:14} {:>10} {:>11.2} {:>10.3} {:>10.3} {:>11.1} {:>11.2} {:>6}",
             self.op,
             self.bytes,
             self.time_us,
             self.algbw_gbs,
             self.busbw_gbs,
             100.0 * self.fraction_of_memcpy,
+            self.min_us,
             self.turns
         )
     }
