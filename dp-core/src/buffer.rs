@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use crate::error::{Error, Result};
 use crate::memory::{Category, Ledger, Reservation};
 use crate::precision::{add, with_trainable};
+use crate::sixteen_bits;
 
 mod sealed {
     pub trait Sealed {}
@@ -35,6 +36,22 @@ pub trait Element: sealed::Sealed + Copy + Send + Sync + std::fmt::Debug + 'stat
     /// `a / divisor`. Integers never get here: averaging them is refused before.
     fn divide(a: Self::Acc, divisor: f64) -> Self::Acc;
 
+    /// [`to_acc`](Self::to_acc) of each; `out` is as long as `values`.
+    #[doc(hidden)]
+    #[inline(always)]
+    fn widen(values: &[Self], out: &mut [Self::Acc]) {
+        for (o, v) in out.iter_mut().zip(values) {
+            *o = v.to_acc();
+        }
+    }
+    /// [`from_acc`](Self::from_acc) of each; `out` is as long as `values`.
+    #[doc(hidden)]
+    #[inline(always)]
+    fn narrow(values: &[Self::Acc], out: &mut [Self]) {
+        for (o, v) in out.iter_mut().zip(values) {
+            *o = Self::from_acc(*v);
+        }
+    }
     #[doc(hidden)]
     fn vec(storage: &CpuStorage) -> Option<&Vec<Self>>;
     #[doc(hidden)]
@@ -83,12 +100,26 @@ macro_rules! storage_access {
 }
 
 macro_rules! float_element {
-    ($t:ty, $variant:ident, $acc:ty, $zero:expr, $to:expr, $from:expr) => {
+    ($t:ty, $variant:ident, $acc:ty, $zero:expr, $to:expr, $from:expr $(, $widen:expr, $narrow:expr)?) => {
         impl sealed::Sealed for $t {}
         impl Element for $t {
             type Acc = $acc;
             const ZERO: Self = $zero;
             storage_access!($t, $variant);
+            $(
+                #[inline(always)]
+                fn widen(values: &[Self], out: &mut [$acc]) {
+                    for (o, v) in out.iter_mut().zip(values) {
+                        *o = $widen(v.to_bits());
+                    }
+                }
+                #[inline(always)]
+                fn narrow(values: &[$acc], out: &mut [Self]) {
+                    for (o, v) in out.iter_mut().zip(values) {
+                        *o = <$t>::from_bits($narrow(*v));
+                    }
+                }
+            )?
             #[inline(always)]
             fn to_acc(self) -> $acc {
                 $to(self)
@@ -154,8 +185,26 @@ macro_rules! int_element {
 
 float_element!(f32, F32, f32, 0.0, |x| x, |a| a);
 float_element!(f64, F64, f64, 0.0, |x| x, |a| a);
-float_element!(f16, F16, f32, f16::ZERO, f16::to_f32, f16::from_f32);
-float_element!(bf16, BF16, f32, bf16::ZERO, bf16::to_f32, bf16::from_f32);
+float_element!(
+    f16,
+    F16,
+    f32,
+    f16::ZERO,
+    f16::to_f32,
+    f16::from_f32,
+    sixteen_bits::f16_to_f32,
+    sixteen_bits::f16_from_f32
+);
+float_element!(
+    bf16,
+    BF16,
+    f32,
+    bf16::ZERO,
+    bf16::to_f32,
+    bf16::from_f32,
+    sixteen_bits::bf16_to_f32,
+    sixteen_bits::bf16_from_f32
+);
 int_element!(u8, U8);
 int_element!(u32, U32);
 int_element!(i64, I64);

@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use candle_core::{DType, Device, Tensor};
 use sha2::{Digest, Sha256};
 
+use crate::agreement::Agreement;
 use crate::bucket::{BucketCaps, BucketLayout};
 use crate::buffer::{Buffer, with_element};
 use crate::comm::Communicator;
@@ -18,6 +19,7 @@ use crate::loss_graph::LossGraph;
 use crate::loss_scale::{LossScale, LossScaling};
 use crate::masters::Masters;
 use crate::memory::Category;
+use crate::norm::NormBuffers;
 use crate::optim::{LrSchedule, Optimizer, ParamGroups};
 use crate::param::{Param, ParamKind, with_values, with_values_mut};
 use crate::reducer::Reducer;
@@ -48,7 +50,7 @@ pub(crate) struct Clipping {
     pub norm: f64,
     pub factor: f32,
     /// What all ranks have agreed on.
-    pub agreed: String,
+    pub agreed: Arc<str>,
 }
 
 /// Parameters, gradients, optimizer state and the order of work of one rank's trainer; a [`Strategy`] says who owns
@@ -87,6 +89,20 @@ pub struct Engine<O: Optimizer> {
     pub(crate) schedule: LrSchedule,
     pub(crate) masters: Masters,
     pub(crate) loss_scale: LossScale,
+    pub(crate) agreement: Option<Agreement<O>>,
+    pub(crate) scratch: Scratch<O>,
+}
+
+/// Memory that steps use one after the other, so that they allocate nothing.
+pub(crate) struct Scratch<O> {
+    pub norm: NormBuffers,
+    /// Of the agreement on non-finite gradients.
+    pub non_finite: Option<Buffer>,
+    /// Per parameter: its reduced gradient is not finite.
+    pub not_finite: Vec<bool>,
+    /// With the schedule's learning rates.
+    pub optimizers: Vec<O>,
+    pub learning_rates: Arc<[f64]>,
 }
 
 impl<O: Optimizer> Engine<O> {
@@ -202,13 +218,20 @@ impl<O: Optimizer> Engine<O> {
             schedule: LrSchedule::default(),
             masters,
             loss_scale,
+            agreement: None,
+            scratch: Scratch {
+                norm: NormBuffers::default(),
+                non_finite: None,
+                not_finite: Vec::new(),
+                optimizers: Vec::new(),
+                learning_rates: Arc::new([]),
+            },
         })
     }
 
     /// One micro-batch; `last`: its window ends with it.
     pub(crate) fn backward(&mut self, loss: Loss<'_>, num_before: usize, last: bool) -> Result<()> {
-        let used = loss.tensor().map(|loss| self.graph.used_by(loss));
-        let used = used.transpose()?.unwrap_or_default();
+        self.graph.visit(loss.tensor())?;
         let loss = loss.weighted(self.loss_scale.scale())?;
         let expected = match num_before {
             0 => Window::Empty,
@@ -219,7 +242,7 @@ impl<O: Optimizer> Engine<O> {
         }
         let done = num_before + 1;
         self.window = Window::Broken;
-        self.reducer.backward(&loss, &used, last)?;
+        self.reducer.backward(&loss, self.graph.used(), last)?;
         self.window = match last {
             true => Window::Complete { done },
             false => Window::Open { done },

@@ -42,6 +42,7 @@ mod world_error;
 
 pub mod buffer;
 pub mod comm;
+mod sixteen_bits;
 
 mod hashing;
 mod hook;
@@ -64,6 +65,7 @@ pub mod strategy;
 
 pub mod optim;
 
+mod agreement;
 mod masters;
 mod mean_gradient;
 mod non_finite;

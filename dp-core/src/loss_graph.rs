@@ -1,6 +1,7 @@
 //! The graph of a loss: which parameters it uses, and whether it is of this step.
 
 use std::collections::{HashMap, HashSet};
+use std::fmt::{self, Write};
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, TensorId};
 
@@ -15,6 +16,8 @@ pub(crate) struct LossGraph {
     places: HashSet<usize>,
     /// Number of a tensor that was created when the parameters had changed last.
     updated_at: Option<usize>,
+    /// What [`visit`](Self::visit) has found last.
+    used: Vec<usize>,
 }
 
 impl LossGraph {
@@ -34,6 +37,7 @@ impl LossGraph {
                 .filter_map(|p| place(p.tensor()))
                 .collect(),
             updated_at: None,
+            used: Vec::with_capacity(params.len()),
         };
         graph.mark_update()?;
         Ok(graph)
@@ -46,13 +50,14 @@ impl LossGraph {
         Ok(())
     }
 
-    /// Positions of the parameters that `loss` is computed from.
+    /// Finds the parameters that `loss` is computed from: [`used`](Self::used).
     ///
     /// # Errors
     /// [`Error::Misuse`] if a part of the graph that depends on a parameter was computed before the last update: its
     /// backward would mix old and new values. Parameters themselves and views of them show the new values.
-    pub fn used_by(&self, loss: &Tensor) -> Result<Vec<usize>> {
-        let nodes = loss.sorted_nodes();
+    pub fn visit(&mut self, loss: Option<&Tensor>) -> Result<()> {
+        self.used.clear();
+        let nodes = loss.map(Tensor::sorted_nodes).unwrap_or_default();
         for node in &nodes {
             if self.is_old(node)
                 && node
@@ -68,10 +73,16 @@ impl LossGraph {
                 return Err(Error::misuse("backward", message));
             }
         }
-        Ok(nodes
+        let positions = nodes
             .iter()
-            .filter_map(|n| self.by_tensor.get(&n.id()).copied())
-            .collect())
+            .filter_map(|n| self.by_tensor.get(&n.id()).copied());
+        self.used.extend(positions);
+        Ok(())
+    }
+
+    /// Positions of the parameters of the loss that was visited last.
+    pub fn used(&self) -> &[usize] {
+        &self.used
     }
 
     /// True for a computed tensor from before the last update.
@@ -89,18 +100,35 @@ impl LossGraph {
 /// Candle numbers tensors in the order of their creation, but shows the number in the `Debug` text only. `None` if that text
 /// has changed: then stale graphs are not found.
 fn creation_number(tensor: &Tensor) -> Option<usize> {
-    let text = format!("{:?}", tensor.id());
+    /// There are many nodes, so the text is kept on the stack.
+    struct Text([u8; 40], usize);
+
+    impl fmt::Write for Text {
+        fn write_str(&mut self, part: &str) -> fmt::Result {
+            let end = self.1 + part.len();
+            let place = self.0.get_mut(self.1..end).ok_or(fmt::Error)?;
+            place.copy_from_slice(part.as_bytes());
+            self.1 = end;
+            Ok(())
+        }
+    }
+
+    let mut text = Text([0; 40], 0);
+    write!(text, "{:?}", tensor.id()).ok()?;
+    let text = std::str::from_utf8(&text.0[..text.1]).ok()?;
     text.strip_prefix("TensorId(")?
         .strip_suffix(')')?
         .parse()
         .ok()
 }
 
-/// The address of a f32 tensor's storage, which its views share.
+/// The address of the storage of a tensor of a trainable dtype, which its views share.
 fn place(tensor: &Tensor) -> Option<usize> {
     let (storage, _) = tensor.storage_and_layout();
     match &*storage {
         Storage::Cpu(CpuStorage::F32(values)) => Some(values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::F16(values)) => Some(values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::BF16(values)) => Some(values.as_ptr() as usize),
         _ => None,
     }
 }
@@ -120,12 +148,14 @@ mod tests {
 
     #[test]
     fn views_lie_where_their_tensor_does() -> candle_core::Result<()> {
-        let tensor = Tensor::zeros((3, 4), DType::F32, &Device::Cpu)?;
-        assert!(place(&tensor).is_some());
-        for view in [tensor.t()?, tensor.narrow(0, 1, 2)?, tensor.reshape(12)?] {
-            assert_eq!(place(&view), place(&tensor));
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let tensor = Tensor::zeros((3, 4), dtype, &Device::Cpu)?;
+            assert!(place(&tensor).is_some());
+            for view in [tensor.t()?, tensor.narrow(0, 1, 2)?, tensor.reshape(12)?] {
+                assert_eq!(place(&view), place(&tensor));
+            }
+            assert_ne!(place(&tensor.t()?.contiguous()?), place(&tensor));
         }
-        assert_ne!(place(&tensor.t()?.contiguous()?), place(&tensor));
         Ok(())
     }
 }

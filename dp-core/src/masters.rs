@@ -12,7 +12,7 @@ use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::memory::{Category, Ledger};
 use crate::param::{Param, with_values};
-use crate::precision::{CHUNK, Trainable, has_master, with_trainable};
+use crate::precision::{CHUNK, Trainable, has_master, narrow, widen, with_trainable};
 
 /// The state's name in checkpoints.
 pub(crate) const MASTER: &str = "master";
@@ -70,14 +70,15 @@ impl Masters {
         Ok(())
     }
 
-    /// Per parameter: is an owned element of it not its master rounded? Then somebody else has written it.
+    /// Sets in `altered`, per parameter, whether an owned element of it is not its master rounded. Then somebody else has
+    /// written it.
     pub fn find_altered(
         &self,
         layout: &BucketLayout,
         params: &[Param],
         owned: &[Range<usize>],
-    ) -> Result<Vec<bool>> {
-        let mut altered = vec![false; params.len()];
+        altered: &mut [bool],
+    ) -> Result<()> {
         for (index, bucket) in layout.buckets().iter().enumerate() {
             let Some(masters) = self.of(index) else {
                 continue;
@@ -91,21 +92,21 @@ impl Masters {
                 altered[segment.param_idx] |= !same;
             }
         }
-        Ok(altered)
+        Ok(())
     }
 }
 
 fn are_rounded<T: Trainable>(masters: &[f32], values: &[T]) -> bool {
     let (mut rounded, mut wide) = ([0f32; CHUNK], [0f32; CHUNK]);
-    let mut narrow = [T::ZERO; CHUNK];
+    let mut sixteen = [T::ZERO; CHUNK];
     masters
         .chunks(CHUNK)
         .zip(values.chunks(CHUNK))
         .all(|(m, v)| {
             let n = m.len();
-            T::narrow(m, &mut narrow[..n]);
-            T::widen(&narrow[..n], &mut rounded[..n]);
-            T::widen(v, &mut wide[..n]);
+            narrow(m, &mut sixteen[..n]);
+            widen(&sixteen[..n], &mut rounded[..n]);
+            widen(v, &mut wide[..n]);
             // A NaN is a NaN, whatever its bits.
             let same =
                 |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());

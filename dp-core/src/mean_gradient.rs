@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::precision::{CHUNK, Trainable, with_trainable};
+use crate::precision::{CHUNK, Trainable, widen, with_trainable};
 use crate::strategy::Strategy;
 
 /// The owned range of a reduced bucket. Each element counts as itself over `divisor`, in f32.
@@ -48,7 +48,7 @@ impl<'a> MeanGradient<'a> {
                     Some(values) if self.divisor == 1.0 => f(at, values),
                     _ => {
                         let wide = &mut wide[..values.len()];
-                        T::widen(values, wide);
+                        widen(values, wide);
                         wide.iter_mut().for_each(|g| *g /= self.divisor);
                         f(at, wide);
                     }

@@ -1,5 +1,7 @@
 //! Finding NaN and infinity in gradients, so that all ranks skip the step together.
 
+use std::sync::{Arc, LazyLock};
+
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Request};
 use crate::error::Result;
@@ -16,19 +18,22 @@ pub enum NonFinite {
 }
 
 /// Agrees over all ranks on the first parameter whose gradient some rank has found not to be finite, and on the first
-/// rank that has. `mine`: a position in the order that ranks share.
+/// rank that has. `mine`: a position in the order that ranks share. `reused`: the buffer of an earlier call.
 pub(crate) fn agree(
     mine: Option<usize>,
     comm: &dyn Communicator,
+    reused: &mut Option<Buffer>,
 ) -> Result<Option<(usize, usize)>> {
+    static LABEL: LazyLock<Arc<str>> =
+        LazyLock::new(|| "parameters with non-finite gradients".into());
     let (rank, n) = (comm.rank(), comm.world_size());
-    let mut found = vec![-1i64; n];
-    found[rank] = mine.map_or(-1, |position| position as i64);
-    let request = Request::new(
-        Collective::AllGather,
-        "parameters with non-finite gradients",
-    );
-    let found = comm.start(request, Buffer::from_vec(found))?.wait()?;
+    let mut found = match reused.take() {
+        Some(buffer) => buffer,
+        None => Buffer::from_vec(vec![0i64; n]),
+    };
+    found.as_mut_slice()?[rank] = mine.map_or(-1, |position| position as i64);
+    let request = Request::new(Collective::AllGather, Arc::clone(&LABEL));
+    let found = reused.insert(comm.start(request, found)?.wait()?);
     let ranks = found.as_slice::<i64>()?.iter().enumerate();
     let first = ranks.filter(|(_, p)| **p >= 0).min_by_key(|(_, p)| **p);
     Ok(first.map(|(rank, position)| (*position as usize, rank)))

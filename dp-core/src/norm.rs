@@ -6,6 +6,8 @@
 //! cut off to a multiple of `2^-62`. Cutting off loses less than `n 2^-62` of a sum that is at least 1/4, for `n`
 //! elements: far below the rounding of the result.
 
+use std::sync::{Arc, LazyLock};
+
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, ReduceOp, Request};
 use crate::error::Result;
@@ -23,18 +25,33 @@ pub enum GradNorm {
 /// Calls its argument with one part of a gradient after the other.
 pub(crate) type ForEachPart<'a> = &'a dyn Fn(&mut dyn FnMut(&[f32])) -> Result<()>;
 
+/// What ranks send each other for a norm, kept from one to the next.
+#[derive(Debug, Default)]
+pub(crate) struct NormBuffers {
+    max: Option<Buffer>,
+    limbs: Option<Buffer>,
+}
+
 /// The norm over the gradients of all ranks that `comm` joins; of this rank's only without one. NaN if an element is NaN, else
 /// infinity if one is infinite.
 pub(crate) fn global_norm(
     kind: GradNorm,
     for_each_part: ForEachPart<'_>,
     comm: Option<&dyn Communicator>,
+    buffers: &mut NormBuffers,
 ) -> Result<f64> {
     let mut max = 0f32;
     for_each_part(&mut |part| max = max_abs(max, part))?;
     if let Some(comm) = comm {
-        let request = Request::new(Collective::AllReduce(ReduceOp::Max), "greatest gradient");
-        let buffer = comm.start(request, Buffer::from_vec(vec![max]))?.wait()?;
+        static LABEL: LazyLock<Arc<str>> = LazyLock::new(|| "greatest gradient".into());
+        let label = Arc::clone(&LABEL);
+        let request = Request::new(Collective::AllReduce(ReduceOp::Max), label);
+        let mut buffer = match buffers.max.take() {
+            Some(buffer) => buffer,
+            None => Buffer::from_vec(vec![0f32]),
+        };
+        buffer.as_mut_slice()?[0] = max;
+        let buffer = buffers.max.insert(comm.start(request, buffer)?.wait()?);
         max = buffer.as_slice::<f32>()?[0];
     }
     if kind == GradNorm::Inf {
@@ -49,12 +66,17 @@ pub(crate) fn global_norm(
     for_each_part(&mut |part| sum += sum_of_squares(part, exponent))?;
     if let Some(comm) = comm {
         // Four limbs of 32 bits: their sums over any number of ranks fit in i64.
-        let limbs: Vec<i64> = (0..4).map(|i| (sum >> (32 * i)) as u32 as i64).collect();
-        let request = Request::new(
-            Collective::AllReduce(ReduceOp::Sum),
-            "squared gradient norm",
-        );
-        let limbs = comm.start(request, Buffer::from_vec(limbs))?.wait()?;
+        static LABEL: LazyLock<Arc<str>> = LazyLock::new(|| "squared gradient norm".into());
+        let label = Arc::clone(&LABEL);
+        let request = Request::new(Collective::AllReduce(ReduceOp::Sum), label);
+        let mut limbs = match buffers.limbs.take() {
+            Some(buffer) => buffer,
+            None => Buffer::from_vec(vec![0i64; 4]),
+        };
+        for (i, limb) in limbs.as_mut_slice::<i64>()?.iter_mut().enumerate() {
+            *limb = i64::from((sum >> (32 * i)) as u32);
+        }
+        let limbs = buffers.limbs.insert(comm.start(request, limbs)?.wait()?);
         let limbs = limbs.as_slice::<i64>()?.iter().enumerate();
         sum = limbs.map(|(i, limb)| (*limb as u128) << (32 * i)).sum();
     }
@@ -114,7 +136,7 @@ mod tests {
             slices.iter().for_each(|s| f(s));
             Ok(())
         };
-        global_norm(GradNorm::L2, parts, None).unwrap_or(f64::NAN)
+        global_norm(GradNorm::L2, parts, None, &mut NormBuffers::default()).unwrap_or(f64::NAN)
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::buffer::{Buffer, Element, with_element};
 use crate::error::{Error, Result};
 use crate::little_endian::write_le;
 use crate::memory::{Category, Ledger};
-use crate::precision::{Trainable, with_trainable};
+use crate::precision::{narrow, widen, with_trainable};
 
 /// Chooses parameters by their full names.
 pub(crate) type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -82,7 +82,7 @@ impl Param {
     pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.check_range(&range, out.len())?;
         with_trainable!(self.tensor.dtype(), T => {
-            with_values(&self.tensor, |values: &[T]| T::widen(&values[range], out))
+            with_values(&self.tensor, |values: &[T]| widen(&values[range], out))
         })
     }
 
@@ -97,7 +97,7 @@ impl Param {
     pub fn write(&self, range: Range<usize>, values: &[f32]) -> Result<()> {
         self.check_range(&range, values.len())?;
         with_trainable!(self.tensor.dtype(), T => {
-            with_values_mut(&self.tensor, |own: &mut [T]| T::narrow(values, &mut own[range]))
+            with_values_mut(&self.tensor, |own: &mut [T]| narrow(values, &mut own[range]))
         })
     }
 

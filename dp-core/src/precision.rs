@@ -1,8 +1,8 @@
 //! Mixed precision: f16 and bf16 numbers next to the f32 ones that are computed with.
 
 use candle_core::{DType, Tensor};
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use multiversion::multiversion;
 
 use crate::buffer::{Buffer, Element};
 use crate::error::{Error, Result};
@@ -33,10 +33,6 @@ impl GradAccumDType {
 
 /// The floats that parameters, gradients and what is sent of them can be. Arithmetic is in f32.
 pub(crate) trait Trainable: Element<Acc = f32> {
-    /// Converts without loss.
-    fn widen(values: &[Self], out: &mut [f32]);
-    /// Rounds to nearest even.
-    fn narrow(values: &[f32], out: &mut [Self]);
     /// The numbers themselves, if they are f32: then there is nothing to convert.
     fn as_f32(_values: &[Self]) -> Option<&[f32]> {
         None
@@ -47,15 +43,10 @@ pub(crate) trait Trainable: Element<Acc = f32> {
     }
 }
 
+impl Trainable for f16 {}
+impl Trainable for bf16 {}
+
 impl Trainable for f32 {
-    fn widen(values: &[f32], out: &mut [f32]) {
-        out.copy_from_slice(values);
-    }
-
-    fn narrow(values: &[f32], out: &mut [f32]) {
-        out.copy_from_slice(values);
-    }
-
     fn as_f32(values: &[f32]) -> Option<&[f32]> {
         Some(values)
     }
@@ -65,22 +56,17 @@ impl Trainable for f32 {
     }
 }
 
-macro_rules! half_trainable {
-    ($t:ty) => {
-        impl Trainable for $t {
-            fn widen(values: &[$t], out: &mut [f32]) {
-                values.convert_to_f32_slice(out);
-            }
-
-            fn narrow(values: &[f32], out: &mut [$t]) {
-                out.convert_from_f32_slice(values);
-            }
-        }
-    };
+/// Converts without loss; both have the same length.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+pub(crate) fn widen<T: Trainable>(values: &[T], out: &mut [f32]) {
+    T::widen(values, out);
 }
 
-half_trainable!(f16);
-half_trainable!(bf16);
+/// Rounds to nearest even; both have the same length.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+pub(crate) fn narrow<T: Trainable>(values: &[f32], out: &mut [T]) {
+    T::narrow(values, out);
+}
 
 /// Runs `$body` with the type parameter `$t` bound to the [`Trainable`] of `$dtype`; an error for any other.
 macro_rules! with_trainable {
@@ -160,16 +146,16 @@ pub(crate) fn convert_buffer(from: &Buffer, to: &mut Buffer) -> Result<()> {
 /// `out = values`, rounded once where `out` is narrower.
 pub(crate) fn convert<F: Trainable, T: Trainable>(values: &[F], out: &mut [T]) {
     if let Some(values) = F::as_f32(values) {
-        return T::narrow(values, out);
+        return narrow(values, out);
     }
     if let Some(out) = T::as_f32_mut(out) {
-        return F::widen(values, out);
+        return widen(values, out);
     }
     let mut wide = [0f32; CHUNK];
     for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
         let wide = &mut wide[..values.len()];
-        F::widen(values, wide);
-        T::narrow(wide, out);
+        widen(values, wide);
+        narrow(wide, out);
     }
 }
 
@@ -181,10 +167,10 @@ pub(crate) fn add<F: Trainable, T: Trainable>(values: &[F], out: &mut [T]) {
     let (mut wide, mut sum) = ([0f32; CHUNK], [0f32; CHUNK]);
     for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
         let (wide, sum) = (&mut wide[..values.len()], &mut sum[..values.len()]);
-        F::widen(values, wide);
-        T::widen(out, sum);
+        widen(values, wide);
+        widen(out, sum);
         sum.iter_mut().zip(wide).for_each(|(s, x)| *s += *x);
-        T::narrow(sum, out);
+        narrow(sum, out);
     }
 }
 
@@ -210,10 +196,10 @@ mod tests {
         // Halfway between two bf16 numbers, 2^-7 apart above 1: ties go to the even one.
         let halfway = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0];
         let mut out = [bf16::ZERO; 2];
-        bf16::narrow(&halfway, &mut out);
+        narrow::<bf16>(&halfway, &mut out);
         assert_eq!(out.map(bf16::to_f32), [1.0, 1.0 + 4.0 / 256.0]);
         let mut out = [f16::ZERO; 2];
-        f16::narrow(&[65519.0, 65520.0], &mut out);
+        narrow::<f16>(&[65519.0, 65520.0], &mut out);
         assert_eq!(out.map(f16::to_f32), [65504.0, f32::INFINITY]);
     }
 }

@@ -66,7 +66,12 @@ struct State {
     /// Per bucket: it has been reduced in this window; a further micro-batch adds to it.
     reduced: Vec<bool>,
     /// The summary over all ranks, after `settle`.
-    summary: Option<Summary>,
+    summary: Option<Arc<Summary>>,
+    /// The summary of the window before, and what the ranks sent each other for it: kept for their memory.
+    last_summary: Option<Arc<Summary>>,
+    summary_buffer: Option<Buffer>,
+    /// Per parameter, for `settle`.
+    altered: Vec<bool>,
 }
 
 /// A bucket that is being reduced.
@@ -160,6 +165,9 @@ impl Reducer {
             watch_finite,
             mine: Weights::default(),
             summary: None,
+            last_summary: None,
+            summary_buffer: None,
+            altered: vec![false; num_params],
         }))
     }
 
@@ -197,27 +205,51 @@ impl Reducer {
     /// Waits for all reductions of the window, and sums up what the ranks did. Then gradients are weighted means.
     ///
     /// `agreement`: what all ranks must be about to do alike. It is the label of the summary's collective, so a rank that
-    /// differs is a mismatch, which names both sides. `find_altered`: per parameter, is its value not the one that this
-    /// rank has given it?
+    /// differs is a mismatch, which names both sides. `find_altered` sets, per parameter, whether its value is not the
+    /// one that this rank has given it.
     pub fn settle(
         &self,
-        agreement: &str,
-        find_altered: impl FnOnce() -> Result<Vec<bool>>,
-    ) -> Result<Summary> {
+        agreement: Arc<str>,
+        step: u64,
+        find_altered: impl FnOnce(&mut [bool]) -> Result<()>,
+    ) -> Result<Arc<Summary>> {
         let mut state = self.0.lock();
         state.refuse_after_failure()?;
         if let Some(summary) = &state.summary {
-            return Ok(summary.clone());
+            return Ok(Arc::clone(summary));
         }
-        let request = Request::new(Collective::AllReduce(ReduceOp::Sum), agreement);
-        let altered = find_altered()?;
-        let mine = state.mine.to_buffer(&state.order, &state.used, &altered);
-        let pending = state.comm.start(request, mine);
+        let request = Request::new(Collective::AllReduce(ReduceOp::Sum), agreement).of_step(step);
+        let State {
+            mine,
+            order,
+            used,
+            altered,
+            summary_buffer,
+            ..
+        } = &mut *state;
+        altered.fill(false);
+        find_altered(altered)?;
+        let mut buffer = match summary_buffer.take() {
+            Some(buffer) => buffer,
+            None => Weights::buffer(order),
+        };
+        mine.write(order, used, altered, &mut buffer)?;
+        let pending = state.comm.start(request, buffer);
         let pending = state.remember(pending)?;
         while state.collect_oldest()? {}
         let sum = state.remember(pending.wait())?;
-        let summary = Summary::read(&sum, &state.order, &state.params)?;
-        state.summary = Some(summary.clone());
+        // The last one is still held by nobody but this, unless a step has failed.
+        let mut summary = state.last_summary.take().unwrap_or_default();
+        match Arc::get_mut(&mut summary) {
+            Some(summary) => summary.read(&sum, &state.order, &state.params)?,
+            None => {
+                let mut new = Summary::default();
+                new.read(&sum, &state.order, &state.params)?;
+                summary = Arc::new(new);
+            }
+        }
+        state.summary_buffer = Some(sum);
+        state.summary = Some(Arc::clone(&summary));
         Ok(summary)
     }
 
@@ -236,7 +268,9 @@ impl Reducer {
         state.used.fill(false);
         state.not_finite.fill(false);
         state.mine = Weights::default();
-        state.summary = None;
+        if let Some(summary) = state.summary.take() {
+            state.last_summary = Some(summary);
+        }
         state.reduced.fill(false);
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use crate::agreement::Agreement;
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Request};
 use crate::config::UnusedParameters;
@@ -16,7 +17,7 @@ use crate::norm::{ForEachPart, GradNorm, clip_factor, global_norm};
 use crate::optim::Optimizer;
 use crate::param::with_values_mut;
 use crate::param::{Param, ParamKind};
-use crate::precision::{Trainable, with_trainable};
+use crate::precision::{narrow, with_trainable};
 use crate::replica::broadcast_values;
 use crate::sentinel::compare_replicas;
 use crate::strategy::Strategy;
@@ -35,7 +36,7 @@ pub struct StepReport {
     /// The weights of all micro-batches of all ranks together: their number, or the number of samples or tokens.
     pub weight: f64,
     /// The learning rate of each parameter group, as it was applied: with the schedule's factor.
-    pub learning_rates: Vec<f64>,
+    pub learning_rates: Arc<[f64]>,
     /// The gradient norm before clipping, if [`Trainer::clip_grad_norm`](crate::Trainer::clip_grad_norm) was called.
     pub grad_norm: Option<f64>,
     /// Names of trained parameters that no rank used in the whole window. They were left alone: no update, no weight
@@ -89,9 +90,9 @@ impl<O: Optimizer> Engine<O> {
                 "the gradients are clipped already; call step",
             ));
         }
-        let settings = self.agreement(num_micro_batches);
-        let label = format!("{settings}, clipped to {kind:?} norm {max_norm}");
-        let summary = self.settle(&label)?;
+        let agreement = self.agreement(num_micro_batches);
+        let (settings, label) = (agreement.text(), agreement.clipped(kind, max_norm));
+        let summary = self.settle(label)?;
         let divisor = self.divisor(&summary);
         let num_buckets = self.layout.buckets().len();
         let norm = self.reducer.with_strategy(|strategy| {
@@ -104,7 +105,7 @@ impl<O: Optimizer> Engine<O> {
                 }
                 Ok(())
             };
-            global_norm(kind, parts, comm)
+            global_norm(kind, parts, comm, &mut self.scratch.norm)
         })?;
         self.clipping = Some(Clipping {
             norm,
@@ -117,10 +118,14 @@ impl<O: Optimizer> Engine<O> {
     fn settle_and_update(&mut self) -> Result<StepReport> {
         let num_micro_batches = self.require_complete_window("step")?;
         self.check_groups()?;
-        let settings = self.agreement(num_micro_batches);
-        let summary = self.settle(&settings)?;
+        let settings = self.agreement(num_micro_batches).text();
+        let summary = self.settle(Arc::clone(&settings))?;
         let divisor = self.divisor(&summary);
-        if self.clipping.as_ref().is_some_and(|c| c.agreed != settings) {
+        if self
+            .clipping
+            .as_ref()
+            .is_some_and(|c| *c.agreed != *settings)
+        {
             // Changed since clip_grad_norm; on all ranks alike, or the label differs or a rank does not come.
             let label = format!("changed after clip_grad_norm to {settings}");
             let nothing = Buffer::from_vec::<u8>(Vec::new());
@@ -134,12 +139,14 @@ impl<O: Optimizer> Engine<O> {
             false => self.find_non_finite(&summary.used, divisor)?,
         };
         let factor = self.schedule.factor(self.steps);
-        let optimizers = self.groups.groups().iter().map(|group| {
+        let scheduled = self.groups.groups().iter().map(|group| {
             let mut optimizer = group.optimizer.clone();
             optimizer.set_learning_rate(optimizer.learning_rate() * factor);
             optimizer
         });
-        let optimizers: Vec<O> = optimizers.collect();
+        let mut optimizers = std::mem::take(&mut self.scratch.optimizers);
+        optimizers.clear();
+        optimizers.extend(scheduled);
         if skipped.is_none() {
             self.handle_unused(&unused)?;
             self.update(&optimizers, &summary.used, divisor)?;
@@ -163,11 +170,12 @@ impl<O: Optimizer> Engine<O> {
             skipped,
             num_micro_batches,
             weight: summary.weight,
-            learning_rates: optimizers.iter().map(O::learning_rate).collect(),
+            learning_rates: self.learning_rates(&optimizers),
             grad_norm: self.clipping.take().map(|c| c.norm),
             unused,
             loss_scale,
         };
+        self.scratch.optimizers = optimizers;
         let every = self.compare_replicas_every;
         if report.skipped.is_none() && every > 0 && self.steps.is_multiple_of(every) {
             let same =
@@ -178,14 +186,32 @@ impl<O: Optimizer> Engine<O> {
         Ok(report)
     }
 
-    /// What all ranks must be about to do alike, in words: a difference is an error, and not a drift.
-    fn agreement(&self, num_micro_batches: usize) -> String {
-        format!(
-            "{}step {} of {num_micro_batches} micro-batches, {}",
-            self.layout.prefix(),
-            self.steps + 1,
-            self.settings()
-        )
+    /// What all ranks must be about to do alike in this step.
+    fn agreement(&mut self, num_micro_batches: usize) -> &mut Agreement<O> {
+        let (groups, schedule) = (self.groups.groups(), self.schedule);
+        let last = self.agreement.take();
+        let agreement = match last.filter(|a| a.holds(groups, schedule, num_micro_batches)) {
+            Some(agreement) => agreement,
+            None => Agreement::new(groups, schedule, num_micro_batches, || {
+                let (prefix, settings) = (self.layout.prefix(), self.settings());
+                format!("{prefix}{num_micro_batches} micro-batches, {settings}")
+            }),
+        };
+        self.agreement.insert(agreement)
+    }
+
+    /// In the memory of the last report's, if that is gone.
+    fn learning_rates(&mut self, optimizers: &[O]) -> Arc<[f64]> {
+        let rates = optimizers.iter().map(O::learning_rate);
+        match Arc::get_mut(&mut self.scratch.learning_rates) {
+            Some(last) if last.len() == optimizers.len() => {
+                last.iter_mut()
+                    .zip(rates)
+                    .for_each(|(last, rate)| *last = rate);
+            }
+            _ => self.scratch.learning_rates = rates.collect(),
+        }
+        Arc::clone(&self.scratch.learning_rates)
     }
 
     /// Hyper-parameters, groups and schedule, in words.
@@ -232,7 +258,7 @@ impl<O: Optimizer> Engine<O> {
     ) -> Result<()> {
         let grad_scale = self.clipping.as_ref().map_or(1.0, |c| c.factor);
         let gradient = MeanGradient::of(strategy, bucket, divisor)?;
-        let mut states: Vec<&mut [f32]> = self.states[bucket]
+        let mut states: SmallVec<[&mut [f32]; 4]> = self.states[bucket]
             .iter_mut()
             .map(Buffer::as_mut_slice::<f32>)
             .collect::<Result<_>>()?;
@@ -268,7 +294,7 @@ impl<O: Optimizer> Engine<O> {
                             let chunk = at.start - in_owned.start..at.end - in_owned.start;
                             let masters = &mut masters[at.clone()];
                             update(at, masters, grad);
-                            T::narrow(masters, &mut values[chunk]);
+                            narrow(masters, &mut values[chunk]);
                         })
                     })?
                 })?,
@@ -288,10 +314,10 @@ impl<O: Optimizer> Engine<O> {
     }
 
     /// Waits for the reductions, and hears from all ranks, unless `clip_grad_norm` has done so.
-    fn settle(&self, agreement: &str) -> Result<Summary> {
+    fn settle(&self, agreement: Arc<str>) -> Result<Arc<Summary>> {
         let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
-        self.reducer.settle(agreement, || {
-            self.masters.find_altered(layout, params, owned)
+        self.reducer.settle(agreement, self.steps + 1, |altered| {
+            self.masters.find_altered(layout, params, owned, altered)
         })
     }
 
@@ -316,11 +342,13 @@ impl<O: Optimizer> Engine<O> {
 
     /// Looks for gradients that are not finite, if the trainer skips such steps: in what this rank has computed, and in
     /// the reduced gradients that it owns.
-    fn find_non_finite(&self, used: &[bool], divisor: f32) -> Result<Option<SkipReason>> {
+    fn find_non_finite(&mut self, used: &[bool], divisor: f32) -> Result<Option<SkipReason>> {
         if !self.skips_non_finite {
             return Ok(None);
         }
-        let mut reduced = vec![false; self.params.len()];
+        let reduced = &mut self.scratch.not_finite;
+        reduced.clear();
+        reduced.resize(self.params.len(), false);
         self.reducer.with_strategy(|strategy| -> Result<()> {
             for (index, bucket) in self.layout.buckets().iter().enumerate() {
                 let gradient = MeanGradient::of(strategy, index, divisor)?;
@@ -346,7 +374,8 @@ impl<O: Optimizer> Engine<O> {
                     reduced[index].then_some(2 * position + 1)
                 }
             });
-        let first = non_finite::agree(mine, self.comm.as_ref())?;
+        let buffer = &mut self.scratch.non_finite;
+        let first = non_finite::agree(mine, self.comm.as_ref(), buffer)?;
         Ok(first.map(|(code, rank)| SkipReason::NonFinite {
             parameter: self.params[self.order[code / 2]].name().to_string(),
             rank,

@@ -31,21 +31,33 @@ impl Weights {
 
     /// What this rank adds to the sum: its weights, and 1 for each parameter it used, [`ALTERED`] for each whose value is not
     /// the one it has given it, in the order that ranks share.
-    pub fn to_buffer(self, order: &[usize], used: &[bool], altered: &[bool]) -> Buffer {
-        let header = [
+    pub fn write(
+        self,
+        order: &[usize],
+        used: &[bool],
+        altered: &[bool],
+        buffer: &mut Buffer,
+    ) -> Result<()> {
+        let (header, flags) = buffer.as_mut_slice::<f64>()?.split_at_mut(HEADER);
+        header.copy_from_slice(&[
             self.weight,
             self.num_per_rank as f64,
             self.num_counted as f64,
-        ];
-        let flags = order
-            .iter()
-            .map(|&i| f64::from(u8::from(used[i])) + ALTERED * f64::from(u8::from(altered[i])));
-        Buffer::from_vec(header.into_iter().chain(flags).collect::<Vec<f64>>())
+        ]);
+        for (flag, &i) in flags.iter_mut().zip(order) {
+            *flag = f64::from(u8::from(used[i])) + ALTERED * f64::from(u8::from(altered[i]));
+        }
+        Ok(())
+    }
+
+    /// A buffer to [`write`](Self::write) to.
+    pub fn buffer(order: &[usize]) -> Buffer {
+        Buffer::from_vec(vec![0f64; HEADER + order.len()])
     }
 }
 
 /// All ranks' micro-batches.
-#[derive(Debug, Clone)]
+#[derive(Debug, Default)]
 pub(crate) struct Summary {
     /// The sum of all weights.
     pub weight: f64,
@@ -59,7 +71,7 @@ impl Summary {
     /// # Errors
     /// [`Error::Misuse`], on every rank, if kinds of weights were mixed; [`Error::Altered`] if a parameter was changed by
     /// somebody else.
-    pub fn read(sum: &Buffer, order: &[usize], params: &[Param]) -> Result<Self> {
+    pub fn read(&mut self, sum: &Buffer, order: &[usize], params: &[Param]) -> Result<()> {
         let sum = sum.as_slice::<f64>()?;
         let (num_per_rank, num_counted) = (sum[1], sum[2]);
         if num_per_rank > 0.0 && num_counted > 0.0 {
@@ -71,18 +83,16 @@ impl Summary {
                 ),
             ));
         }
-        let mut used = vec![false; order.len()];
+        self.weight = sum[0];
+        self.used.resize(order.len(), false);
         for (&param_idx, flag) in order.iter().zip(&sum[HEADER..]) {
             if *flag >= ALTERED {
                 return Err(Error::Altered {
                     parameter: params[param_idx].name().to_string(),
                 });
             }
-            used[param_idx] = *flag > 0.0;
+            self.used[param_idx] = *flag > 0.0;
         }
-        Ok(Self {
-            weight: sum[0],
-            used,
-        })
+        Ok(())
     }
 }

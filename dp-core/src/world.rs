@@ -9,7 +9,7 @@ use std::time::Duration;
 use candle_core::Device;
 
 use crate::candle_threads;
-use crate::comm::{Communicator, GroupControl, naive_group, shared_group};
+use crate::comm::{Communicator, GroupControl, Patience, naive_group, shared_group};
 use crate::error::{Error, Result};
 use crate::memory::set_thread_rank;
 use crate::world_error::{Cause, RankError, WorldError, panic_message};
@@ -241,14 +241,9 @@ impl World {
 
     fn connect(&self) -> (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>) {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // Polling helps only while each rank has a core of its own.
-        let spin = if self.world_size * self.threads_per_rank <= cores {
-            Duration::from_micros(50)
-        } else {
-            Duration::ZERO
-        };
+        let patience = Patience::new(self.world_size * self.threads_per_rank > cores);
         match self.backend {
-            Backend::SharedMemory => shared_group(self.world_size, self.timeout, spin),
+            Backend::SharedMemory => shared_group(self.world_size, self.timeout, patience),
             Backend::Naive => naive_group(self.world_size, self.timeout),
         }
     }

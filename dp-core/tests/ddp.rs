@@ -338,7 +338,7 @@ fn learning_rates_may_change_between_steps() {
         for (lr, expected) in [(0.25, 0.75), (0.5, 0.25), (0.125, 0.125)] {
             trainer.set_learning_rate(lr);
             trainer.backward(&w[0])?;
-            assert_eq!(trainer.step()?.learning_rates, [lr]);
+            assert_eq!(*trainer.step()?.learning_rates, [lr]);
             assert_eq!(values(&w[0]), [expected]);
         }
         trainer.set_learning_rate(-1.0);

@@ -126,14 +126,14 @@ fn groups_have_their_own_settings_and_learning_rates() {
         );
         let mut trainer = DistributedDataParallel::new(store, rank.comm(), groups)?;
         trainer.backward(&(weight.sum_all()? + bias.sum_all()?)?)?;
-        assert_eq!(trainer.step()?.learning_rates, [0.25, 0.125]);
+        assert_eq!(*trainer.step()?.learning_rates, [0.25, 0.125]);
         assert_eq!(
             (values(&weight), values(&bias)),
             (vec![0.5; 3], vec![0.875; 4])
         );
         trainer.param_groups_mut()[1].optimizer.lr = 1.0;
         trainer.backward(&(weight.sum_all()? + bias.sum_all()?)?)?;
-        assert_eq!(trainer.step()?.learning_rates, [0.25, 1.0]);
+        assert_eq!(*trainer.step()?.learning_rates, [0.25, 1.0]);
         assert_eq!(
             (values(&weight), values(&bias)),
             (vec![0.125; 3], vec![-0.625; 4])

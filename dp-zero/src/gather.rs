@@ -17,18 +17,25 @@ pub(crate) trait GatherBuffers {
     fn give_back(&mut self, index: usize, bucket: &Bucket, buffer: Buffer) -> Result<()>;
 }
 
+/// Buckets that are being gathered.
+pub(crate) type InFlight = VecDeque<(usize, Pending)>;
+
 /// All-gathers the parameters of each bucket from the ranks that own its slices, several buckets under way at a time.
 pub(crate) fn gather_parameters(
     buffers: &mut dyn GatherBuffers,
+    in_flight: &mut InFlight,
     layout: &BucketLayout,
     params: &[Param],
     comm: &dyn Communicator,
 ) -> Result<()> {
     let (rank, world_size) = (comm.rank(), layout.world_size());
-    let mut in_flight: VecDeque<(usize, Pending)> = VecDeque::new();
+    if world_size == 1 {
+        return Ok(());
+    }
+    // After an error: nobody waits for what is left of it.
+    in_flight.clear();
     for (index, bucket) in layout.buckets().iter().enumerate() {
-        while !buffers.has_room(bucket) && finish_oldest(&mut in_flight, buffers, layout, params)? {
-        }
+        while !buffers.has_room(bucket) && finish_oldest(in_flight, buffers, layout, params)? {}
         let mut buffer = buffers.lend(index, bucket)?;
         // Padding travels too; zeros keep what is sent defined.
         buffer.fill_zero(bucket.len()..bucket.padded_len);
@@ -43,13 +50,13 @@ pub(crate) fn gather_parameters(
         in_flight.push_back((index, comm.start(request, buffer)?));
         comm.progress();
     }
-    while finish_oldest(&mut in_flight, buffers, layout, params)? {}
+    while finish_oldest(in_flight, buffers, layout, params)? {}
     Ok(())
 }
 
 /// False if none is in flight.
 fn finish_oldest(
-    in_flight: &mut VecDeque<(usize, Pending)>,
+    in_flight: &mut InFlight,
     buffers: &mut dyn GatherBuffers,
     layout: &BucketLayout,
     params: &[Param],

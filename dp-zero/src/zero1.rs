@@ -8,7 +8,7 @@ use dp_core::memory::Ledger;
 use dp_core::strategy::{BufferPools, FullBuckets, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Param, ReduceOp, Result};
 
-use crate::gather::{GatherBuffers, gather_parameters};
+use crate::gather::{GatherBuffers, InFlight, gather_parameters};
 
 /// Whole gradient buckets live on every rank; a reduce-scatter leaves the mean gradient of slice `r` on rank `r`, which
 /// updates it; an all-gather in the same buckets makes the parameters whole again.
@@ -17,6 +17,7 @@ pub(crate) struct Zero1 {
     gradients: FullBuckets,
     /// For parameters of another dtype than their gradients.
     pools: BufferPools,
+    in_flight: InFlight,
 }
 
 impl Zero1 {
@@ -25,6 +26,7 @@ impl Zero1 {
             slices: own_slices(layout, rank),
             gradients: FullBuckets::new(layout, ledger)?,
             pools: BufferPools::new(layout, ledger),
+            in_flight: InFlight::new(),
         })
     }
 }
@@ -79,7 +81,7 @@ impl Strategy for Zero1 {
             gradients: &mut self.gradients,
             pools: &mut self.pools,
         };
-        gather_parameters(&mut buffers, layout, params, comm)
+        gather_parameters(&mut buffers, &mut self.in_flight, layout, params, comm)
     }
 }
 

@@ -9,7 +9,7 @@ use dp_core::memory::{Category, Ledger};
 use dp_core::strategy::{BufferPools, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Error, Param, ReduceOp, Result};
 
-use crate::gather::{GatherBuffers, gather_parameters};
+use crate::gather::{GatherBuffers, InFlight, gather_parameters};
 use crate::zero1::own_slices;
 
 /// A full gradient lives only until its bucket is reduced: two transient bucket buffers serve all buckets in turn, and
@@ -22,6 +22,7 @@ pub(crate) struct Zero2 {
     /// The dtype of each bucket's gradients, and its length with padding.
     buckets: Vec<(DType, usize)>,
     transient: BufferPools,
+    in_flight: InFlight,
 }
 
 impl Zero2 {
@@ -37,6 +38,7 @@ impl Zero2 {
             buckets: layout.buckets().iter().map(bucket).collect(),
             open: layout.buckets().iter().map(|_| None).collect(),
             transient: BufferPools::new(layout, ledger),
+            in_flight: InFlight::new(),
         })
     }
 }
@@ -101,7 +103,8 @@ impl Strategy for Zero2 {
         params: &[Param],
         comm: &dyn Communicator,
     ) -> Result<()> {
-        gather_parameters(&mut self.transient, layout, params, comm)
+        let buffers = &mut self.transient;
+        gather_parameters(buffers, &mut self.in_flight, layout, params, comm)
     }
 }
 

@@ -346,7 +346,7 @@ fn parameter_groups_hold_across_shard_boundaries() {
                 );
                 let mut trainer = AnyTrainer::new(strategy, store, &rank, groups, caps(1 << 20))?;
                 trainer.backward(&(slow.sum_all()? + fast.sum_all()?)?)?;
-                assert_eq!(trainer.step()?.learning_rates, [0.25, 1.0]);
+                assert_eq!(*trainer.step()?.learning_rates, [0.25, 1.0]);
                 assert_eq!(
                     (values(&slow), values(&fast)),
                     (vec![0.75; 5], vec![0.0; 7])

@@ -264,7 +264,7 @@ fn c34_the_learning_rate_of_the_moment_is_saved() {
             assert_eq!(trainer.param_groups()[0].optimizer.lr, 0.5);
             trainer.set_learning_rate(0.125);
             trainer.backward(&w.sum_all()?)?;
-            assert_eq!(trainer.step()?.learning_rates, [0.125]);
+            assert_eq!(*trainer.step()?.learning_rates, [0.125]);
             assert_eq!(values(&w), [0.125; 5]);
             Ok(())
         });
@@ -501,7 +501,7 @@ fn saved_hyper_parameters_find_their_groups() {
         for factor in [1.0, 0.5] {
             trainer.backward(&(p.sum_all()? + q.sum_all()?)?)?;
             assert_eq!(
-                trainer.step()?.learning_rates,
+                *trainer.step()?.learning_rates,
                 [factor, 0.25 * factor, 0.5 * factor]
             );
         }

@@ -151,13 +151,13 @@ fn c34_rates_follow_schedule_and_setting_alike_on_all_ranks() {
             let mut applied = Vec::new();
             for _ in 0..4 {
                 trainer.backward(&(p.sum_all()? + q.sum_all()?)?)?;
-                applied.extend(trainer.step()?.learning_rates);
+                applied.extend_from_slice(&trainer.step()?.learning_rates);
             }
             assert_eq!(applied, [0.25, 0.25, 0.125, 0.125]);
             assert_eq!(values(&p), [1.0 - 0.75; 3]);
             trainer.set_learning_rate(0.5);
             trainer.backward(&p.sum_all()?)?;
-            assert_eq!(trainer.step()?.learning_rates, [0.125]);
+            assert_eq!(*trainer.step()?.learning_rates, [0.125]);
             assert_eq!(values(&p), [0.125; 3]);
             let bad = LrSchedule::Linear {
                 warmup: 3,

@@ -18,13 +18,15 @@
 //! **Mismatches are errors**: each call carries its position in the sequence, and ranks that differ in operation,
 //! dtype, length, root or label all get [`Error::Mismatch`].
 
+mod exchange;
 mod naive;
+mod reduce;
 mod rendezvous;
 mod shared;
 mod traffic;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use candle_core::DType;
@@ -35,7 +37,7 @@ use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 
 pub(crate) use naive::naive_group;
-pub(crate) use rendezvous::GroupControl;
+pub(crate) use rendezvous::{GroupControl, Patience};
 pub(crate) use shared::shared_group;
 pub use traffic::{CollectiveTraffic, Traffic};
 
@@ -102,6 +104,8 @@ pub struct Request {
     pub collective: Collective,
     /// What it is for, e.g. `bucket 0: w, b`. Part of the comparison between ranks and of every message.
     pub label: Arc<str>,
+    /// The optimizer step that it belongs to, if ranks shall agree on it. Part of the comparison, too.
+    pub step: Option<u64>,
 }
 
 impl Request {
@@ -110,7 +114,22 @@ impl Request {
         Self {
             collective,
             label: label.into(),
+            step: None,
         }
+    }
+
+    /// Says which step it belongs to.
+    #[must_use]
+    pub fn of_step(mut self, step: u64) -> Self {
+        self.step = Some(step);
+        self
+    }
+
+    /// Asks for `collective`, without a label.
+    fn unlabelled(collective: Collective) -> Self {
+        // Shared, since even an empty one would be allocated.
+        static EMPTY: LazyLock<Arc<str>> = LazyLock::new(|| Arc::from(""));
+        Self::new(collective, Arc::clone(&EMPTY))
     }
 
     /// The request with its data, for messages: `all_reduce(mean) of 10 f32 [bucket 0: w, b]`.
@@ -119,8 +138,10 @@ impl Request {
         if self.collective != Collective::Barrier {
             text.push_str(&format!(" of {len} {}", dtype.as_str()));
         }
-        if !self.label.is_empty() {
-            text.push_str(&format!(" [{}]", self.label));
+        match self.step {
+            Some(step) => text.push_str(&format!(" [step {step} of {}]", self.label)),
+            None if self.label.is_empty() => {}
+            None => text.push_str(&format!(" [{}]", self.label)),
         }
         text
     }
@@ -193,7 +214,7 @@ impl dyn Communicator + '_ {
     /// # Errors
     /// See [`Communicator::start`].
     pub fn all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.start(Request::new(Collective::AllReduce(op), ""), buffer)
+        self.start(Request::unlabelled(Collective::AllReduce(op)), buffer)
     }
 
     /// Reduces `buffer` over all ranks; rank `r` gets slice `r`, in place. `torch.distributed.reduce_scatter_tensor`.
@@ -201,7 +222,7 @@ impl dyn Communicator + '_ {
     /// # Errors
     /// See [`Communicator::start`]; the length must be a multiple of the world size.
     pub fn reduce_scatter(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending> {
-        self.start(Request::new(Collective::ReduceScatter(op), ""), buffer)
+        self.start(Request::unlabelled(Collective::ReduceScatter(op)), buffer)
     }
 
     /// Fills each slice of `buffer` from the rank that owns it. `torch.distributed.all_gather_into_tensor`.
@@ -209,7 +230,7 @@ impl dyn Communicator + '_ {
     /// # Errors
     /// See [`Communicator::start`]; the length must be a multiple of the world size.
     pub fn all_gather(&self, buffer: Buffer) -> Result<Pending> {
-        self.start(Request::new(Collective::AllGather, ""), buffer)
+        self.start(Request::unlabelled(Collective::AllGather), buffer)
     }
 
     /// Copies the buffer of `root` to all ranks. `torch.distributed.broadcast`.
@@ -217,7 +238,7 @@ impl dyn Communicator + '_ {
     /// # Errors
     /// See [`Communicator::start`].
     pub fn broadcast(&self, buffer: Buffer, root: usize) -> Result<Pending> {
-        self.start(Request::new(Collective::Broadcast { root }, ""), buffer)
+        self.start(Request::unlabelled(Collective::Broadcast { root }), buffer)
     }
 
     /// Returns when all ranks have called it. `torch.distributed.barrier`.
@@ -226,7 +247,7 @@ impl dyn Communicator + '_ {
     /// See [`Communicator::start`] and [`Pending::wait`].
     pub fn barrier(&self) -> Result<()> {
         let nothing = Buffer::from_vec::<u8>(Vec::new());
-        self.start(Request::new(Collective::Barrier, ""), nothing)?
+        self.start(Request::unlabelled(Collective::Barrier), nothing)?
             .wait()
             .map(drop)
     }
@@ -282,17 +303,30 @@ impl dyn Communicator + '_ {
 ///
 /// Dropping it without waiting is allowed: the other ranks still get their results, the buffer is freed.
 #[must_use = "the buffer comes back from wait"]
-pub struct Pending(Box<dyn PendingCollective>);
+pub struct Pending(Handle);
+
+/// The backend that is there in any case needs no block on the heap for each collective.
+enum Handle {
+    Shared(shared::SharedPending),
+    Other(Box<dyn PendingCollective>),
+}
 
 impl Pending {
     /// For backends: wraps the backend's own handle.
     pub fn new(inner: impl PendingCollective + 'static) -> Self {
-        Self(Box::new(inner))
+        Self(Handle::Other(Box::new(inner)))
+    }
+
+    fn shared(inner: shared::SharedPending) -> Self {
+        Self(Handle::Shared(inner))
     }
 
     /// True when [`wait`](Self::wait) would return at once, with the buffer or with an error.
     pub fn is_done(&self) -> bool {
-        self.0.is_done()
+        match &self.0 {
+            Handle::Shared(pending) => pending.is_done(),
+            Handle::Other(pending) => pending.is_done(),
+        }
     }
 
     /// Waits for the result and returns the buffer.
@@ -301,7 +335,10 @@ impl Pending {
     /// [`Error::Timeout`] after the communicator's timeout; [`Error::RankFailed`] or [`Error::RankLeft`] as soon as a
     /// rank that has not joined is known to be gone; [`Error::Mismatch`].
     pub fn wait(self) -> Result<Buffer> {
-        self.0.wait()
+        match self.0 {
+            Handle::Shared(pending) => pending.wait(),
+            Handle::Other(pending) => pending.wait(),
+        }
     }
 }
 

@@ -7,13 +7,28 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::rendezvous::{GroupControl, Rendezvous, Slot};
+use candle_core::DType;
+
+use super::rendezvous::{GroupControl, Patience, Payload, Rendezvous, Slot};
 use super::traffic::TrafficCounters;
 use super::{Collective, Communicator, Pending, PendingCollective, ReduceOp, Request, Traffic};
 use crate::buffer::{Buffer, Element, with_element};
 use crate::error::Result;
 
 type Copies = Vec<OnceLock<Buffer>>;
+
+impl Payload for Copies {
+    /// They are memory.
+    const KEPT: usize = 0;
+
+    fn new(_: &Request, _: DType, _: usize, world_size: usize) -> Self {
+        (0..world_size).map(|_| OnceLock::new()).collect()
+    }
+
+    fn renew(&mut self, _: &Request, _: DType, _: usize) {
+        self.iter_mut().for_each(|copy| drop(copy.take()));
+    }
+}
 
 /// Creates a group of `world_size` ranks on the naive backend.
 pub(crate) fn naive_group(
@@ -23,7 +38,7 @@ pub(crate) fn naive_group(
     let meeting = Arc::new(Rendezvous::<Copies>::new(
         world_size,
         timeout,
-        Duration::ZERO,
+        Patience::NONE,
     ));
     let comms = (0..world_size)
         .map(|rank| {
@@ -75,17 +90,12 @@ impl Communicator for NaiveComm {
             self.bytes_by_formula(collective, dtype.size_in_bytes(), len),
         );
         let copy = with_element!(dtype, T => Buffer::from_vec(buffer.as_slice::<T>()?.to_vec()));
-        let slot = self.meeting.join(
-            self.rank,
-            request,
-            dtype,
-            len,
-            || (0..n).map(|_| OnceLock::new()).collect(),
-            |copies| {
+        let slot = self
+            .meeting
+            .join(self.rank, request, dtype, len, |copies: &Copies| {
                 // A rank joins each slot once, so its cell is empty.
                 let _ = copies[self.rank].set(copy);
-            },
-        )?;
+            })?;
         Ok(Pending::new(NaivePending {
             rank: self.rank,
             meeting: Arc::clone(&self.meeting),

@@ -5,7 +5,8 @@
 //! closes the group for good: all present and later waits return it. A rank that finished early fails only the
 //! slots it never joined.
 //!
-//! What the ranks do with a ready slot is the backend's business: its payload `P`.
+//! What the ranks do with a ready slot is the backend's business: its payload `P`. Slots that nobody holds any more are
+//! used again, so that a collective allocates nothing.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -40,6 +41,48 @@ impl<P> Slot<P> {
     }
 }
 
+/// What a backend keeps in a slot.
+pub(super) trait Payload {
+    /// Slots that are kept to be used again; 0 where a payload holds on to memory.
+    const KEPT: usize;
+
+    /// For the first rank that joins.
+    fn new(request: &Request, dtype: DType, len: usize, world_size: usize) -> Self;
+
+    /// Makes the payload of a slot that nobody holds like a new one.
+    fn renew(&mut self, request: &Request, dtype: DType, len: usize);
+}
+
+/// How long a wait looks again and again before it parks: first without a pause, then lending its core to whoever wants to
+/// run between two looks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    spin: Duration,
+    /// Both together.
+    poll: Duration,
+}
+
+impl Patience {
+    /// Parks at once.
+    pub const NONE: Self = Self {
+        spin: Duration::ZERO,
+        poll: Duration::ZERO,
+    };
+
+    /// For ranks that have a core each, or for more (`crowded`).
+    ///
+    /// To spin is the fastest way to see another rank come, while it can run. Where cores are scarce, it keeps the very rank
+    /// from running that is waited for. To yield costs a system call a look, and lets it run. To park is free, but being
+    /// woken takes as long as the whole of this: so only a longer wait is worth it.
+    pub fn new(crowded: bool) -> Self {
+        let spin = if crowded { 0 } else { 20 };
+        Self {
+            spin: Duration::from_micros(spin),
+            poll: Duration::from_micros(100),
+        }
+    }
+}
+
 /// Why a group is closed.
 #[derive(Debug, Clone)]
 enum Failure {
@@ -50,7 +93,9 @@ enum Failure {
 #[derive(Debug)]
 struct State<P> {
     /// Slots that some rank has not joined yet, in order; the first one has number `first_open`.
-    open: VecDeque<(Arc<Slot<P>>, Vec<bool>)>,
+    open: VecDeque<Arc<Slot<P>>>,
+    /// Slots that all have joined, oldest first, to be used again once nobody holds them.
+    used: VecDeque<Arc<Slot<P>>>,
     first_open: u64,
     /// Number of the next collective of each rank.
     next_seq: Vec<u64>,
@@ -63,27 +108,76 @@ struct State<P> {
     parked: usize,
 }
 
+impl<P> State<P> {
+    fn has_joined(&self, rank: usize, seq: u64) -> bool {
+        self.next_seq[rank] > seq
+    }
+}
+
+impl<P: Payload> State<P> {
+    /// A slot for a new collective: the oldest used one that nobody holds, or a new one.
+    fn slot(
+        &mut self,
+        seq: u64,
+        request: &Request,
+        dtype: DType,
+        len: usize,
+        world_size: usize,
+    ) -> Arc<Slot<P>> {
+        let free = (0..self.used.len()).find(|i| Arc::get_mut(&mut self.used[*i]).is_some());
+        let mut used = free.and_then(|i| self.used.remove(i));
+        if let Some(slot) = used.as_mut().and_then(Arc::get_mut) {
+            slot.seq = seq;
+            slot.request = request.clone();
+            slot.dtype = dtype;
+            slot.len = len;
+            slot.payload.renew(request, dtype, len);
+            *slot.ready.get_mut() = false;
+        }
+        used.unwrap_or_else(|| {
+            Arc::new(Slot {
+                seq,
+                request: request.clone(),
+                dtype,
+                len,
+                payload: P::new(request, dtype, len, world_size),
+                ready: AtomicBool::new(false),
+            })
+        })
+    }
+
+    /// The first open slot is ready.
+    fn retire_first(&mut self) {
+        let slot = self.open.pop_front();
+        self.first_open += 1;
+        self.used.extend(slot.filter(|_| P::KEPT > 0));
+        if self.used.len() > P::KEPT {
+            self.used.pop_front();
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Rendezvous<P> {
     world_size: usize,
     timeout: Duration,
-    spin: Duration,
+    patience: Patience,
     failed: AtomicBool,
     state: Mutex<State<P>>,
     changed: Condvar,
 }
 
-impl<P> Rendezvous<P> {
-    /// `spin`: how long a wait polls before it parks. Polling is faster while cores are free, and steals time from
-    /// the rank being waited for when they are not.
-    pub fn new(world_size: usize, timeout: Duration, spin: Duration) -> Self {
+impl<P: Payload> Rendezvous<P> {
+    pub fn new(world_size: usize, timeout: Duration, patience: Patience) -> Self {
         Self {
             world_size,
             timeout,
-            spin,
+            patience,
             failed: AtomicBool::new(false),
             state: Mutex::new(State {
-                open: VecDeque::new(),
+                // With room, so that they never grow while slots are used again.
+                open: VecDeque::with_capacity(P::KEPT),
+                used: VecDeque::with_capacity(P::KEPT + 1),
                 first_open: 0,
                 next_seq: vec![0; world_size],
                 left: vec![false; world_size],
@@ -103,15 +197,13 @@ impl<P> Rendezvous<P> {
         self.timeout
     }
 
-    /// Joins the next collective of `rank`. `make` creates the payload for the first one there, `deposit` leaves this
-    /// rank's part in it.
+    /// Joins the next collective of `rank`. `deposit` leaves this rank's part in the payload, before the slot is ready.
     pub fn join(
         &self,
         rank: usize,
         request: Request,
         dtype: DType,
         len: usize,
-        make: impl FnOnce() -> P,
         deposit: impl FnOnce(&P),
     ) -> Result<Arc<Slot<P>>> {
         let mut state = self.state.lock();
@@ -122,23 +214,15 @@ impl<P> Rendezvous<P> {
         }
         let index = (seq - state.first_open) as usize;
         if index == state.open.len() {
-            let slot = Slot {
-                seq,
-                request: request.clone(),
-                dtype,
-                len,
-                payload: make(),
-                ready: AtomicBool::new(false),
-            };
-            state
-                .open
-                .push_back((Arc::new(slot), vec![false; self.world_size]));
+            let slot = state.slot(seq, &request, dtype, len, self.world_size);
+            state.open.push_back(slot);
         }
-        let (slot, joined) = &mut state.open[index];
+        let slot = Arc::clone(&state.open[index]);
         if slot.request != request || slot.dtype != dtype || slot.len != len {
+            let first = (0..self.world_size).find(|r| state.has_joined(*r, seq));
             let error = Error::Mismatch {
                 seq,
-                rank_a: joined.iter().position(|j| *j).unwrap_or(rank),
+                rank_a: first.unwrap_or(rank),
                 operation_a: slot.describe(),
                 rank_b: rank,
                 operation_b: request.describe(dtype, len),
@@ -147,15 +231,11 @@ impl<P> Rendezvous<P> {
             return Err(error);
         }
         deposit(&slot.payload);
-        joined[rank] = true;
-        let slot = Arc::clone(slot);
-        let complete = joined.iter().all(|j| *j);
         state.next_seq[rank] += 1;
-        if complete {
+        if (0..self.world_size).all(|r| state.has_joined(r, seq)) {
             // Ranks join in order, so the slots become ready in order.
             slot.ready.store(true, Ordering::Release);
-            state.open.pop_front();
-            state.first_open += 1;
+            state.retire_first();
             if state.parked > 0 {
                 self.changed.notify_all();
             }
@@ -182,10 +262,15 @@ impl<P> Rendezvous<P> {
             if done() {
                 return Ok(());
             }
-            if start.elapsed() >= self.spin || self.failed.load(Ordering::Acquire) {
+            let waited = start.elapsed();
+            if waited >= self.patience.poll || self.failed.load(Ordering::Acquire) {
                 break;
             }
-            std::hint::spin_loop();
+            if waited < self.patience.spin {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
         }
         let mut state = self.state.lock();
         loop {
@@ -202,12 +287,9 @@ impl<P> Rendezvous<P> {
                 state.told[rank] = true;
                 return Err(consequence(rank, slot.describe(), failure));
             }
-            let missing = if slot.is_ready() {
-                Vec::new()
-            } else {
-                missing_in(&state, slot.seq)
-            };
-            if let Some(&left) = missing.iter().find(|r| state.left[**r]) {
+            // None once the slot is ready. Not collected before there is an error: parking allocates nothing.
+            let missing = || (0..self.world_size).filter(|r| !state.has_joined(*r, slot.seq));
+            if let Some(left) = missing().find(|r| state.left[*r]) {
                 // The other rank did not fail, so this is this rank's own failure.
                 return Err(Error::RankLeft {
                     rank,
@@ -222,7 +304,7 @@ impl<P> Rendezvous<P> {
                     rank,
                     seq: slot.seq,
                     operation: slot.describe(),
-                    missing,
+                    missing: missing().collect(),
                     waited: start.elapsed(),
                 };
                 self.close(&mut state, Failure::Error(error.clone()));
@@ -266,7 +348,7 @@ pub(crate) trait GroupControl: Send + Sync {
     fn was_told(&self, rank: usize) -> bool;
 }
 
-impl<P: Send + Sync> GroupControl for Rendezvous<P> {
+impl<P: Payload + Send + Sync> GroupControl for Rendezvous<P> {
     fn rank_failed(&self, rank: usize, reason: String) {
         let mut state = self.state.lock();
         state.left[rank] = true;
@@ -282,11 +364,6 @@ impl<P: Send + Sync> GroupControl for Rendezvous<P> {
     fn was_told(&self, rank: usize) -> bool {
         self.state.lock().told[rank]
     }
-}
-
-fn missing_in<P>(state: &State<P>, seq: u64) -> Vec<usize> {
-    let joined = |r: &usize| state.next_seq[*r] > seq;
-    (0..state.next_seq.len()).filter(|r| !joined(r)).collect()
 }
 
 fn consequence(rank: usize, operation: String, failure: Failure) -> Error {

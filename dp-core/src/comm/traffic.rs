@@ -58,7 +58,9 @@ impl Traffic {
 }
 
 /// The counters behind [`Traffic`]; written by whichever rank does the moving.
+/// Aligned so that two ranks' counters share no cache line, nor a pair of lines that is fetched together.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub(super) struct TrafficCounters([[AtomicU64; 2]; 5]);
 
 impl TrafficCounters {

@@ -13,7 +13,7 @@ pub use sgd::Sgd;
 use crate::error::Result;
 
 /// Hyper-parameters of an elementwise optimizer, and its update rule.
-pub trait Optimizer: Clone + Send + std::fmt::Debug + 'static {
+pub trait Optimizer: Clone + PartialEq + Send + std::fmt::Debug + 'static {
     /// The kind of optimizer, e.g. `adamw`: checkpoints name it.
     fn name(&self) -> &'static str;
 

@@ -1,10 +1,11 @@
 //! The report as one page that needs no network: bars per card, loss curves, the tables.
 
+use dp_examples::table::{mib, thousands};
 use dp_zero::Sharding;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::report::{RankReport, Report, StrategyReport};
-use crate::table::{ESTIMATED_PARAMS, ESTIMATED_RANKS, gigabytes, mib, thousands};
+use crate::table::{ESTIMATED_PARAMS, ESTIMATED_RANKS, gigabytes};
 
 const STYLE: &str = include_str!("report.css");
 

@@ -9,7 +9,6 @@
 
 mod html;
 mod options;
-mod pages;
 mod report;
 mod table;
 mod training;
@@ -21,6 +20,7 @@ use anyhow::Context;
 use clap::Parser;
 use dp_core::World;
 use dp_core::memory::CountingAllocator;
+use dp_examples::{options::exit_code, pages};
 use indicatif::{ProgressBar, ProgressStyle};
 use mimalloc::MiMalloc;
 
@@ -35,21 +35,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    let job = match Options::parse().into_job() {
-        Ok(job) => job,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            return ExitCode::from(2);
-        }
-    };
-    match run(&job) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(|| Options::parse().into_job(), run)
 }
 
 /// Runs all strategies and writes the reports; true if all checks hold.

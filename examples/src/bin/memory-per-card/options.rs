@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use candle_core::DType;
 use clap::Parser;
 use dp_core::{BucketCaps, EngineConfig, GradAccumDType, LossScaling};
+use dp_examples::options::{distinct, fits_in_memory, one_line, positive, strategy, writable};
 use dp_models::{ByteTokens, GptConfig};
 use dp_zero::Sharding;
 
@@ -74,15 +75,7 @@ pub struct Job {
 impl Options {
     /// Checks what the parser cannot see, and loads the text. The error is one line for the user.
     pub fn into_job(self) -> anyhow::Result<Job> {
-        let mut seen = Vec::new();
-        for strategy in &self.strategies {
-            anyhow::ensure!(
-                !seen.contains(strategy),
-                "--strategies: {} is there twice",
-                strategy.name()
-            );
-            seen.push(*strategy);
-        }
+        distinct(&self.strategies)?;
         anyhow::ensure!(
             self.lr.is_finite() && self.lr >= 0.0,
             "--lr: {} is not finite and >= 0",
@@ -99,7 +92,7 @@ impl Options {
         model
             .validate()
             .map_err(|e| anyhow::anyhow!("--width, --heads: {}", one_line(&e)))?;
-        self.check_memory(&model)?;
+        fits_in_memory(&model, usize::from(self.ranks), self.batch)?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
             None => (
@@ -120,12 +113,7 @@ impl Options {
         std::fs::create_dir_all(&self.out)
             .map_err(|e| anyhow::anyhow!("--out: cannot create {}: {e}", self.out.display()))?;
         for name in ["report.json", "report.html"] {
-            let path = self.out.join(name);
-            let file = std::fs::OpenOptions::new()
-                .create(true)
-                .append(true)
-                .open(&path);
-            file.map_err(|e| anyhow::anyhow!("--out: cannot write {}: {e}", path.display()))?;
+            writable("--out", &self.out.join(name))?;
         }
         Ok(Job {
             options: self,
@@ -134,42 +122,6 @@ impl Options {
             engine,
         })
     }
-
-    /// Refuses a job whose model states and activations cannot fit in this machine.
-    fn check_memory(&self, model: &GptConfig) -> anyhow::Result<()> {
-        let ranks = u128::from(self.ranks);
-        let states = 16 * model.num_params() as u128;
-        // At the least one tensor of each of a block's ten widest steps is kept for backward.
-        let tokens = (self.batch * self.context) as u128;
-        let activations = 4 * 10 * tokens * (self.width * self.layers) as u128;
-        let needed = ranks * (states + activations);
-        let Some(available) = machine_memory() else {
-            return Ok(());
-        };
-        let gib = |bytes: u128| bytes >> 30;
-        anyhow::ensure!(
-            needed <= u128::from(available),
-            "--ranks, --layers, --width, --batch, --context: this takes at least {} GiB, the machine has {}",
-            gib(needed),
-            gib(u128::from(available))
-        );
-        Ok(())
-    }
-}
-
-/// Without the backtrace that Candle adds where `RUST_BACKTRACE` is set.
-fn one_line(error: &candle_core::Error) -> String {
-    match error {
-        candle_core::Error::WithBacktrace { inner, .. } => one_line(inner),
-        other => other.to_string(),
-    }
-}
-
-/// The machine's memory in bytes, where the system tells it.
-fn machine_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
 }
 
 fn dtype(name: &str) -> Result<DType, String> {
@@ -186,26 +138,5 @@ fn grad_accum_dtype(name: &str) -> Result<GradAccumDType, String> {
         "f32" => Ok(GradAccumDType::F32),
         "parameter" => Ok(GradAccumDType::Parameter),
         _ => Err("expected f32 or parameter".to_string()),
-    }
-}
-
-fn strategy(name: &str) -> Result<Sharding, String> {
-    match name {
-        "ddp" => Ok(Sharding::Ddp),
-        "zero1" => Ok(Sharding::Zero1),
-        "zero2" => Ok(Sharding::Zero2),
-        _ => Err("expected ddp, zero1 or zero2".to_string()),
-    }
-}
-
-/// Above this no model of this program is meant to be; products of sizes below it fit in 64 bits.
-const LARGEST: usize = 1 << 20;
-
-fn positive(text: &str) -> Result<usize, String> {
-    match text.parse::<usize>() {
-        Ok(0) => Err("must be at least 1".to_string()),
-        Ok(value) if value > LARGEST => Err(format!("must be at most {LARGEST}")),
-        Ok(value) => Ok(value),
-        Err(e) => Err(e.to_string()),
     }
 }

@@ -1,0 +1,233 @@
+//! What is measured: the content of the JSON file, which the table shows.
+
+use std::fmt;
+use std::time::Duration;
+
+use comfy_table::Table;
+use dp_examples::machine::Provenance;
+use dp_examples::statistics::median;
+use dp_examples::table::{add_row, mib, new_table, thousands};
+use serde::Serialize;
+
+use crate::options::{Head, Job};
+use crate::training::{Run, StepTime};
+
+/// The largest difference to the expected losses: what rounding can do in 40 steps, and no mistake would stay below.
+pub const TOLERANCE: f64 = 1e-4;
+
+/// The whole report.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub rows: Vec<Row>,
+    /// Mean loss over all ranks, per step, of the first strategy's first run; the checks compare the others.
+    pub losses: Vec<f64>,
+    pub options: Settings,
+    #[serde(flatten)]
+    pub provenance: Provenance,
+    #[serde(skip)]
+    same_losses: bool,
+    #[serde(skip)]
+    same_params: bool,
+}
+
+/// One strategy. Times are medians over all measured steps of means over the ranks, so parts need not add up exactly.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    pub strategy: &'static str,
+    /// Tokens of the global batch over the median step.
+    pub tokens_per_second: f64,
+    /// Forward, backward and optimizer step; not drawing the batch, nor reading the loss.
+    pub step_ms: f64,
+    pub forward_ms: f64,
+    /// Without the time spent in the communicator.
+    pub backward_ms: f64,
+    /// Time in the communicator during backward and step: working for collectives, and waiting for other ranks.
+    pub exposed_communication_ms: f64,
+    /// The trainer's step without the time spent in the communicator.
+    pub optimizer_ms: f64,
+    /// Growth of the heap up to its peak, of the rank with the greatest.
+    pub peak_bytes: u64,
+}
+
+/// What was trained.
+#[derive(Debug, Serialize)]
+pub struct Settings {
+    pub ranks: u16,
+    pub threads: usize,
+    pub steps: usize,
+    pub warmup: usize,
+    pub rounds: usize,
+    pub global_batch: usize,
+    pub context: usize,
+    pub width: usize,
+    pub heads: usize,
+    pub layers: usize,
+    pub head: Head,
+    pub num_params: usize,
+    pub dtype: &'static str,
+    pub lr: f64,
+    pub weight_decay: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub seed: u64,
+    pub bucket_cap_bytes: [usize; 2],
+    pub text_bytes: usize,
+}
+
+impl Row {
+    /// The times of all `runs` of a strategy together.
+    pub fn new(job: &Job, strategy: &'static str, runs: &[&Run]) -> Self {
+        let part = |of: fn(&StepTime) -> Duration| {
+            let steps = runs.iter().flat_map(|run| {
+                let num_steps = run.times[0].len();
+                (0..num_steps).map(|step| {
+                    let sum: Duration = run.times.iter().map(|rank| of(&rank[step])).sum();
+                    sum.as_secs_f64() * 1e3 / run.times.len() as f64
+                })
+            });
+            median(steps.collect())
+        };
+        let step_ms = part(|t| t.step);
+        let tokens = job.options.batch * job.options.context;
+        Self {
+            strategy,
+            tokens_per_second: tokens as f64 / (step_ms / 1e3),
+            step_ms,
+            forward_ms: part(|t| t.forward),
+            backward_ms: part(|t| t.backward),
+            exposed_communication_ms: part(|t| t.communication),
+            optimizer_ms: part(|t| t.optimizer),
+            peak_bytes: runs.iter().map(|r| r.peak_bytes).max().unwrap_or(0),
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:6} {:.0} tokens/s, {:.1} ms per step",
+            self.strategy, self.tokens_per_second, self.step_ms
+        )
+    }
+}
+
+impl Report {
+    /// `runs`: per strategy, its runs.
+    pub fn new(job: &Job, provenance: Provenance, runs: &[Vec<Run>]) -> Self {
+        let options = &job.options;
+        let first = &runs[0][0];
+        let all = || runs.iter().flatten();
+        let bits = |run: &Run| run.losses.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
+        let rows = options.strategies.iter().zip(runs);
+        Self {
+            rows: rows
+                .map(|(s, runs)| Row::new(job, s.name(), &runs.iter().collect::<Vec<_>>()))
+                .collect(),
+            losses: first.losses.clone(),
+            same_losses: all().all(|run| bits(run) == bits(first)),
+            same_params: all().all(|run| run.params_sha256 == first.params_sha256),
+            options: Settings {
+                ranks: options.ranks,
+                threads: options.threads,
+                steps: options.steps,
+                warmup: options.warmup,
+                rounds: options.rounds,
+                global_batch: options.batch,
+                context: options.context,
+                width: options.width,
+                heads: options.heads,
+                layers: options.layers,
+                head: options.head,
+                num_params: job.model.num_params(),
+                dtype: "f32",
+                lr: options.lr,
+                weight_decay: options.weight_decay,
+                beta1: options.beta1,
+                beta2: options.beta2,
+                eps: options.eps,
+                seed: options.seed,
+                bucket_cap_bytes: [job.bucket_caps.first(), job.bucket_caps.rest()],
+                text_bytes: job.text.len(),
+            },
+            provenance,
+        }
+    }
+
+    /// The settings in words, and a row per strategy.
+    pub fn table(&self) -> String {
+        let o = &self.options;
+        let mut table: Table = new_table(&[
+            "strategy",
+            "tokens/s",
+            "step ms",
+            "forward",
+            "backward",
+            "exposed comm.",
+            "optimizer",
+            "peak MiB",
+        ]);
+        for row in &self.rows {
+            let ms = |ms: f64| format!("{ms:.2}");
+            add_row(
+                &mut table,
+                [
+                    row.strategy.to_string(),
+                    format!("{:.0}", row.tokens_per_second),
+                    ms(row.step_ms),
+                    ms(row.forward_ms),
+                    ms(row.backward_ms),
+                    ms(row.exposed_communication_ms),
+                    ms(row.optimizer_ms),
+                    mib(row.peak_bytes),
+                ],
+            );
+        }
+        format!(
+            "{}\nGPT with {} parameters in {}, {} ranks x {} threads, {} x {} tokens per step; medians of {} steps; loss \
+             {:.5} -> {:.5}\n{table}",
+            self.provenance.summary(),
+            thousands(o.num_params as u64),
+            o.dtype,
+            o.ranks,
+            o.threads,
+            o.global_batch,
+            o.context,
+            o.rounds * (o.steps - o.warmup),
+            self.losses[0],
+            self.losses[self.losses.len() - 1],
+        )
+    }
+
+    /// What must hold, with whether it does.
+    pub fn checks(&self, expected: Option<&[f64]>) -> Vec<(String, bool)> {
+        let mut checks = vec![
+            (
+                "losses are finite".to_string(),
+                self.losses.iter().all(|l| l.is_finite()),
+            ),
+            (
+                "losses of all strategies and rounds are bit-identical in every step".to_string(),
+                self.same_losses,
+            ),
+            (
+                "final parameters of all strategies and rounds are bit-identical".to_string(),
+                self.same_params,
+            ),
+        ];
+        if let Some(expected) = expected {
+            let pairs = || self.losses.iter().zip(expected);
+            let off = pairs().map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            checks.push((
+                format!(
+                    "{} losses are the expected ones within {TOLERANCE:e}: at most {off:.1e} apart",
+                    pairs().count()
+                ),
+                // Written so that NaN fails; `max` passes it over, the check above does not.
+                off <= TOLERANCE,
+            ));
+        }
+        checks
+    }
+}

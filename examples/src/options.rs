@@ -1,0 +1,116 @@
+//! What the command lines of several programs have in common: values that are checked, and messages of one line.
+
+use std::process::ExitCode;
+
+use dp_models::GptConfig;
+use dp_zero::Sharding;
+
+use crate::machine;
+
+/// Above this no size in these programs is meant to be; products of sizes below it fit in 64 bits.
+const LARGEST: usize = 1 << 20;
+
+/// A size of at least 1.
+///
+/// # Errors
+/// What is wrong with `text`.
+pub fn positive(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(0) => Err("must be at least 1".to_string()),
+        Ok(value) if value > LARGEST => Err(format!("must be at most {LARGEST}")),
+        Ok(value) => Ok(value),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+/// A strategy that has a trainer, by its name.
+///
+/// # Errors
+/// Other names.
+pub fn strategy(name: &str) -> Result<Sharding, String> {
+    match name {
+        "ddp" => Ok(Sharding::Ddp),
+        "zero1" => Ok(Sharding::Zero1),
+        "zero2" => Ok(Sharding::Zero2),
+        _ => Err("expected ddp, zero1 or zero2".to_string()),
+    }
+}
+
+/// Refuses a list of `--strategies` that has one twice.
+///
+/// # Errors
+/// The first one that is there again.
+pub fn distinct(strategies: &[Sharding]) -> anyhow::Result<()> {
+    for (i, strategy) in strategies.iter().enumerate() {
+        anyhow::ensure!(
+            !strategies[..i].contains(strategy),
+            "--strategies: {} is there twice",
+            strategy.name()
+        );
+    }
+    Ok(())
+}
+
+/// Refuses to train a model whose states and activations cannot fit in this machine; `batch` sequences per rank.
+///
+/// # Errors
+/// Bytes needed and bytes there.
+pub fn fits_in_memory(model: &GptConfig, ranks: usize, batch: usize) -> anyhow::Result<()> {
+    let states = 16 * model.num_params() as u128;
+    // At the least one tensor of each of a block's ten widest steps is kept for backward.
+    let tokens = (batch * model.context) as u128;
+    let activations = 4 * 10 * tokens * (model.width * model.layers) as u128;
+    let needed = ranks as u128 * (states + activations);
+    let Some(available) = machine::memory() else {
+        return Ok(());
+    };
+    let gib = |bytes: u128| bytes >> 30;
+    anyhow::ensure!(
+        needed <= u128::from(available),
+        "--ranks, --layers, --width, --batch, --context: this takes at least {} GiB, the machine has {}",
+        gib(needed),
+        gib(u128::from(available))
+    );
+    Ok(())
+}
+
+/// Candle's message without the backtrace that it adds where `RUST_BACKTRACE` is set.
+pub fn one_line(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => one_line(inner),
+        other => other.to_string(),
+    }
+}
+
+/// Runs a program: `check` its options, then `run` it; `run` is true if all that it checks holds. The exit code is 0 then,
+/// 1 after a failure, 2 for options that cannot be; errors are one line on stderr.
+pub fn exit_code<Job>(
+    check: impl FnOnce() -> anyhow::Result<Job>,
+    run: impl FnOnce(&Job) -> anyhow::Result<bool>,
+) -> ExitCode {
+    let failed = |error: anyhow::Error, code: u8| {
+        eprintln!("error: {error:#}");
+        ExitCode::from(code)
+    };
+    match check() {
+        Err(error) => failed(error, 2),
+        Ok(job) => match run(&job) {
+            Ok(true) => ExitCode::SUCCESS,
+            Ok(false) => ExitCode::FAILURE,
+            Err(error) => failed(error, 1),
+        },
+    }
+}
+
+/// Creates the file that an option names, or makes sure that it can be written, before the work begins.
+///
+/// # Errors
+/// The option and the system's message.
+pub fn writable(option: &str, path: &std::path::Path) -> anyhow::Result<()> {
+    let file = std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path);
+    file.map(drop)
+        .map_err(|e| anyhow::anyhow!("{option}: cannot write {}: {e}", path.display()))
+}
