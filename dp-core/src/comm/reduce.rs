@@ -111,8 +111,8 @@ unsafe fn tile<T: Element, R: Ranks<T>>(
 /// Copies `len` elements of the rank `source` to all others.
 ///
 /// Not `memcpy`, although it is a copy: glibc's uses `rep movsb` for sizes like ours, and some processors (Zen 3) do that at
-/// a twentieth of their speed where the destination begins less than a cache line above the source, modulo 4096. A range of
-/// a flat buffer begins anywhere.
+/// a twentieth of their speed where the destination begins some bytes above the source, modulo 4096. A range of a flat
+/// buffer begins anywhere.
 ///
 /// # Safety
 /// As [`reduce`].

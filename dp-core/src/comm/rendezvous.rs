@@ -75,7 +75,7 @@ impl Patience {
     /// from running that is waited for. To yield costs a system call a look, and lets it run. To park is free, but being
     /// woken takes as long as the whole of this: so only a longer wait is worth it.
     pub fn new(crowded: bool) -> Self {
-        let spin = if crowded { 0 } else { 20 };
+        let spin = if crowded { 0 } else { 3 };
         Self {
             spin: Duration::from_micros(spin),
             poll: Duration::from_micros(100),
