@@ -8,20 +8,20 @@ use candle_core::{DType, Device, Tensor};
 use sha2::{Digest, Sha256};
 
 use crate::agreement::Agreement;
-use crate::bucket::{BucketCaps, BucketLayout};
+use crate::bucket::{Bucket, BucketCaps, BucketLayout};
 use crate::buffer::{Buffer, with_element};
 use crate::comm::Communicator;
 use crate::config::{EngineConfig, UnusedParameters};
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
-use crate::loss::Loss;
+use crate::loss::{Loss, WeightKind};
 use crate::loss_graph::LossGraph;
 use crate::loss_scale::{LossScale, LossScaling};
 use crate::masters::Masters;
 use crate::memory::Category;
 use crate::norm::NormBuffers;
 use crate::optim::{LrSchedule, Optimizer, ParamGroups};
-use crate::param::{Param, ParamKind, with_values, with_values_mut};
+use crate::param::{Param, ParamKind, with_values};
 use crate::reducer::Reducer;
 use crate::replica::{
     ParamSpec, broadcast_values, check_replicas, check_settings, check_trainable,
@@ -89,6 +89,8 @@ pub struct Engine<O: Optimizer> {
     pub(crate) schedule: LrSchedule,
     pub(crate) masters: Masters,
     pub(crate) loss_scale: LossScale,
+    /// Gradients are kept or sent in f16, so that their sum must not weigh by counts.
+    counts_overflow: bool,
     pub(crate) agreement: Option<Agreement<O>>,
     pub(crate) scratch: Scratch<O>,
 }
@@ -96,10 +98,10 @@ pub struct Engine<O: Optimizer> {
 /// Memory that steps use one after the other, so that they allocate nothing.
 pub(crate) struct Scratch<O> {
     pub norm: NormBuffers,
-    /// Of the agreement on non-finite gradients.
-    pub non_finite: Option<Buffer>,
-    /// Per parameter: its reduced gradient is not finite.
-    pub not_finite: Vec<bool>,
+    /// What each rank has found first.
+    pub first_of_rank: Option<Buffer>,
+    /// Per parameter.
+    pub flags: Vec<bool>,
     /// With the schedule's learning rates.
     pub optimizers: Vec<O>,
     pub learning_rates: Arc<[f64]>,
@@ -177,6 +179,11 @@ impl<O: Optimizer> Engine<O> {
         };
         // Only now: what was computed before rank 0's values came does not count.
         let graph = LossGraph::new(&params)?;
+        let sent_in = |b: &Bucket| config.communication_dtype.unwrap_or(b.grad_dtype);
+        let counts_overflow = layout
+            .buckets()
+            .iter()
+            .any(|b| b.grad_dtype == DType::F16 || sent_in(b) == DType::F16);
         let layout = Arc::new(layout);
         let strategy_name = strategy.name();
         let reducer = Arc::new(Reducer::new(
@@ -218,11 +225,12 @@ impl<O: Optimizer> Engine<O> {
             schedule: LrSchedule::default(),
             masters,
             loss_scale,
+            counts_overflow,
             agreement: None,
             scratch: Scratch {
                 norm: NormBuffers::default(),
-                non_finite: None,
-                not_finite: Vec::new(),
+                first_of_rank: None,
+                flags: Vec::new(),
                 optimizers: Vec::new(),
                 learning_rates: Arc::new([]),
             },
@@ -232,7 +240,15 @@ impl<O: Optimizer> Engine<O> {
     /// One micro-batch; `last`: its window ends with it.
     pub(crate) fn backward(&mut self, loss: Loss<'_>, num_before: usize, last: bool) -> Result<()> {
         self.graph.visit(loss.tensor())?;
-        let loss = loss.weighted(self.loss_scale.scale())?;
+        let late = !self.masters.is_empty();
+        let loss = loss.weighted(self.loss_scale.scale(), late)?;
+        if loss.kind == Some(WeightKind::Counted) && self.counts_overflow {
+            return Err(Error::misuse(
+                "backward",
+                "a loss that weighs by a count needs room for the count in what gradients are kept and sent in, and f16 has \
+                 none; use GradAccumDType::F32 and another communication_dtype, or losses that weigh the same per rank",
+            ));
+        }
         let expected = match num_before {
             0 => Window::Empty,
             done => Window::Open { done },
@@ -288,43 +304,68 @@ impl<O: Optimizer> Engine<O> {
         }
     }
 
-    /// Gives all ranks rank 0's values, and makes them the masters of the parameters that satisfy `wanted`.
-    pub(crate) fn adopt(&mut self, wanted: impl Fn(&Param) -> bool) -> Result<()> {
-        let is_wanted = |i: &usize| wanted(&self.params[*i]);
-        let order = self.order.iter().copied().filter(is_wanted);
-        broadcast_values(&self.params, order, self.comm.as_ref(), self.store.ledger())?;
-        let (layout, params) = (&self.layout, &self.params);
-        self.masters
-            .refresh(layout, params, &self.owned, |i| wanted(&params[i]))?;
-        self.mark_update()
-    }
-
     pub(crate) fn refresh_masters(&mut self) -> Result<()> {
         self.require_whole("refresh_masters")?;
-        let outcome = self.adopt(|_| true);
-        self.reducer.remember_failure(outcome)
+        let trained = |i: &usize| self.params[*i].kind() == ParamKind::Trained;
+        let order = self.order.iter().copied().filter(trained);
+        let outcome =
+            broadcast_values(&self.params, order, self.comm.as_ref(), self.store.ledger());
+        self.reducer.remember_failure(outcome)?;
+        let (layout, params) = (&self.layout, &self.params);
+        self.masters.refresh_altered(layout, params, &self.owned)?;
+        self.mark_update()
     }
 
     pub(crate) fn set_parameter(&mut self, name: &str, values: &Tensor) -> Result<()> {
         self.require_empty_window("set_parameter")?;
-        let param = self.store.get(name);
-        let param = param
+        let checked = self.values_for(name, values);
+        let mine = checked.as_ref().err().map(ToString::to_string);
+        let all = self
+            .comm
+            .all_gather_json::<Option<String>>(&mine, &format!("set_parameter {name}"));
+        let all = self.reducer.remember_failure(all)?;
+        if let Some((rank, message)) = (0..).zip(all).find_map(|(r, m)| Some((r, m?))) {
+            let own = checked.err().filter(|_| rank == self.comm.rank());
+            return Err(own.unwrap_or_else(|| {
+                Error::invalid("set_parameter", format!("on rank {rank}: {message}"))
+            }));
+        }
+        let (position, buffer) = checked?;
+        let param = &self.params[position];
+        param.copy_from(0..param.num_elements(), &buffer, 0)?;
+        let (params, comm) = (&self.params, self.comm.as_ref());
+        let outcome = broadcast_values(params, [position], comm, self.store.ledger());
+        self.reducer.remember_failure(outcome)?;
+        self.masters
+            .refresh(&self.layout, params, &self.owned, |i| i == position)?;
+        self.mark_update()
+    }
+
+    /// The position of the parameter `name`, and `values` in its dtype.
+    fn values_for(&self, name: &str, values: &Tensor) -> Result<(usize, Buffer)> {
+        let position = self.params.iter().position(|p| p.name() == name);
+        let position = position
             .ok_or_else(|| Error::parameter(name, "the model has no parameter of this name"))?;
-        let own = param.tensor();
+        let own = self.params[position].tensor();
         if values.shape() != own.shape() {
             let (got, expected) = (values.shape(), own.shape());
             let message = format!("values of shape {got:?}, expected {expected:?}");
             return Err(Error::parameter(name, message));
         }
-        let values = values.to_dtype(own.dtype())?.to_device(&Device::Cpu)?;
-        let values = values.contiguous()?;
-        with_element!(own.dtype(), T => {
-            with_values::<T, _>(&values, |values| {
-                with_values_mut::<T, _>(own, |own| own.copy_from_slice(values))
-            })??
+        let given = values.to_device(&Device::Cpu)?;
+        let values = given.to_dtype(own.dtype())?.flatten_all()?.contiguous()?;
+        let num_finite = |t: &Tensor| -> candle_core::Result<usize> {
+            let t = t.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+            Ok(t.iter().filter(|x| x.is_finite()).count())
+        };
+        if num_finite(&given)? != num_finite(&values)? {
+            let message = format!("a value is out of the range of {}", own.dtype().as_str());
+            return Err(Error::parameter(name, message));
+        }
+        let buffer = with_element!(own.dtype(), T => {
+            with_values::<T, _>(&values, |values| Buffer::from_vec(values.to_vec()))?
         });
-        let outcome = self.adopt(|p| p.name() == name);
-        self.reducer.remember_failure(outcome)
+        Ok((position, buffer))
     }
 
     /// A load may follow one that failed.

@@ -42,11 +42,13 @@ pub(crate) enum WeightKind {
     Counted,
 }
 
-/// A loss whose gradient is already multiplied by its weight.
+/// A loss that is multiplied by its weight, or whose gradients will be.
 pub(crate) struct WeightedLoss {
     /// `None`: nothing to compute.
     pub tensor: Option<Tensor>,
     pub weight: f64,
+    /// What its gradients are still to be multiplied by.
+    pub factor: f32,
     pub kind: Option<WeightKind>,
 }
 
@@ -58,8 +60,9 @@ impl Loss<'_> {
         }
     }
 
-    /// `scale`: all losses are multiplied by it.
-    pub(crate) fn weighted(self, scale: f64) -> Result<WeightedLoss> {
+    /// `scale`: all losses are multiplied by it. `late`: the weight is multiplied into the gradients, in f32. A gradient of 16
+    /// bits has no room for a count.
+    pub(crate) fn weighted(self, scale: f64, late: bool) -> Result<WeightedLoss> {
         let (loss, weight, kind) = match self {
             Self::PerRank(loss) => (loss, 1, Some(WeightKind::PerRank)),
             Self::Mean { loss, count } | Self::Sum { loss, count } => {
@@ -69,6 +72,7 @@ impl Loss<'_> {
                 return Ok(WeightedLoss {
                     tensor: None,
                     weight: 0.0,
+                    factor: 1.0,
                     kind: None,
                 });
             }
@@ -80,20 +84,23 @@ impl Loss<'_> {
                 format!("must be one number, got shape {shape:?}"),
             ));
         }
-        let factor = match self {
-            Self::Mean { .. } => scale * weight as f64,
-            _ => scale,
+        let count = weight as f64;
+        let (now, later) = match self {
+            Self::Mean { .. } if late => (scale, count),
+            Self::Sum { .. } if late => (scale / count, count),
+            Self::Mean { .. } => (scale * count, 1.0),
+            _ => (scale, 1.0),
         };
         let tensor = match loss.dtype() {
             _ if weight == 0 => None,
-            _ if factor == 1.0 => Some(loss.clone()),
-            // The product may be out of the range of f16, and would be rounded.
-            DType::F16 | DType::BF16 => Some((loss.to_dtype(DType::F32)? * factor)?),
-            _ => Some((loss * factor)?),
+            _ if now == 1.0 => Some(loss.clone()),
+            DType::F16 | DType::BF16 => Some((loss.to_dtype(DType::F32)? * now)?),
+            _ => Some((loss * now)?),
         };
         Ok(WeightedLoss {
             tensor,
-            weight: weight as f64,
+            weight: count,
+            factor: later as f32,
             kind,
         })
     }

@@ -21,7 +21,7 @@ pub enum LossScaling {
 
 /// The rules of `torch.amp.GradScaler`, with its defaults. After a step whose gradients have a NaN or an infinity on any rank,
 /// all ranks skip the update and multiply the scale by `backoff_factor`; after `growth_interval` good steps in a row they
-/// multiply it by `growth_factor`, unless the product is no finite f32.
+/// multiply it by `growth_factor`, unless the product is no finite f32. It does not fall below 2^-24.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicLossScale {
     /// The first scale.
@@ -60,18 +60,23 @@ impl LossScaling {
             true => Ok(()),
             false => Err(Error::invalid(what, format!("{value} is not {range}"))),
         };
-        let positive = |x: f64| x > 0.0 && (x as f32).is_finite() && x as f32 > 0.0;
+        let positive = |x: f64| x >= MIN_SCALE && (x as f32).is_finite();
         match *self {
             Self::Off => Ok(()),
             Self::Static(scale) => check(
                 "loss scale",
                 positive(scale),
                 scale,
-                "a positive f32 number",
+                "a f32 number from 2^-24 on",
             ),
             Self::Dynamic(d) => {
                 let (init, growth, backoff) = (d.init_scale, d.growth_factor, d.backoff_factor);
-                check("init_scale", positive(init), init, "a positive f32 number")?;
+                check(
+                    "init_scale",
+                    positive(init),
+                    init,
+                    "a f32 number from 2^-24 on",
+                )?;
                 let grows = growth > 1.0 && growth.is_finite();
                 check("growth_factor", grows, growth, "above 1")?;
                 let shrinks = backoff > 0.0 && backoff < 1.0;
@@ -98,6 +103,10 @@ pub struct LossScaleState {
     /// Good steps since the scale has changed (`_growth_tracker` in PyTorch).
     pub growth_tracker: u64,
 }
+
+/// With it the greatest f16 number stands for 10^12. No smaller scale would help, and near 0 there is nothing to divide by:
+/// PyTorch's scale goes on to 0.
+pub(crate) const MIN_SCALE: f64 = 1.0 / (1u64 << 24) as f64;
 
 /// The scale and its rule.
 #[derive(Debug, Clone, Copy)]
@@ -143,13 +152,14 @@ impl LossScale {
             return;
         };
         if overflow {
-            // As PyTorch, whose scale may reach 0 when nothing else helps: then training cannot go on, and the reports say so.
-            state.scale = f64::from((state.scale * rule.backoff_factor) as f32);
+            let shrunk = f64::from((state.scale * rule.backoff_factor) as f32);
+            state.scale = shrunk.max(MIN_SCALE);
             state.growth_tracker = 0;
             return;
         }
         state.growth_tracker += 1;
-        if state.growth_tracker == rule.growth_interval {
+        // A checkpoint may come from a run with a longer interval.
+        if state.growth_tracker >= rule.growth_interval {
             let grown = (state.scale * rule.growth_factor) as f32;
             if grown.is_finite() {
                 state.scale = f64::from(grown);
@@ -199,6 +209,31 @@ mod tests {
         let mut scale = LossScale::new(LossScaling::Dynamic(rule))?;
         scale.update(false);
         assert_eq!(scale.scale(), 2f64.powi(127));
+        (0..200).for_each(|_| scale.update(true));
+        assert_eq!(scale.scale(), MIN_SCALE);
+        scale.update(false);
+        assert_eq!(scale.scale(), 2.0 * MIN_SCALE);
+        Ok(())
+    }
+
+    #[test]
+    fn a_tracker_beyond_the_interval_grows_at_once() -> Result<()> {
+        let rule = DynamicLossScale {
+            growth_interval: 3,
+            ..DynamicLossScale::default()
+        };
+        let mut scale = LossScale::new(LossScaling::Dynamic(rule))?;
+        let saved = LossScaleState {
+            scale: 2.0,
+            growth_tracker: 5,
+        };
+        scale.resume(Some(saved));
+        scale.update(false);
+        assert_eq!(scale.scale(), 4.0);
+        // A static scale is the program's, not the checkpoint's.
+        let mut fixed = LossScale::new(LossScaling::Static(8.0))?;
+        fixed.resume(Some(saved));
+        assert_eq!(fixed.scale(), 8.0);
         Ok(())
     }
 

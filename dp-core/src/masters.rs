@@ -8,7 +8,7 @@ use std::ops::Range;
 use candle_core::DType;
 
 use crate::bucket::{Bucket, BucketLayout};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Element};
 use crate::error::Result;
 use crate::memory::{Category, Ledger};
 use crate::param::{Param, with_values};
@@ -38,6 +38,11 @@ impl Masters {
         Ok(masters)
     }
 
+    /// True if there is none: all parameters are f32.
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().all(Option::is_none)
+    }
+
     /// The masters of a bucket's owned range.
     pub fn of(&self, bucket: usize) -> Option<&[f32]> {
         self.0[bucket].as_ref()?.as_slice().ok()
@@ -46,6 +51,36 @@ impl Masters {
     /// [`of`](Self::of), to be written.
     pub fn of_mut(&mut self, bucket: usize) -> Option<&mut [f32]> {
         self.0[bucket].as_mut()?.as_mut_slice().ok()
+    }
+
+    /// Makes the masters of those owned elements that are not their masters rounded what these are now. The others keep the
+    /// part of the master that cannot be seen in the parameter.
+    pub fn refresh_altered(
+        &mut self,
+        layout: &BucketLayout,
+        params: &[Param],
+        owned: &[Range<usize>],
+    ) -> Result<()> {
+        for (index, bucket) in layout.buckets().iter().enumerate() {
+            let Some(masters) = self.of_mut(index) else {
+                continue;
+            };
+            for segment in bucket.segments(owned[index].clone()) {
+                let masters = &mut masters[segment.in_owned];
+                let tensor = params[segment.param_idx].tensor();
+                with_trainable!(bucket.dtype, T => {
+                    with_values(tensor, |values: &[T]| {
+                        for (master, value) in masters.iter_mut().zip(&values[segment.in_param]) {
+                            let (rounded, value) = (T::from_acc(*master).to_acc(), value.to_acc());
+                            if !same(&rounded, &value) {
+                                *master = value;
+                            }
+                        }
+                    })
+                })?;
+            }
+        }
+        Ok(())
     }
 
     /// Makes the masters of the parameters that satisfy `wanted` what these are now.
@@ -107,9 +142,12 @@ fn are_rounded<T: Trainable>(masters: &[f32], values: &[T]) -> bool {
             narrow(m, &mut sixteen[..n]);
             widen(&sixteen[..n], &mut rounded[..n]);
             widen(v, &mut wide[..n]);
-            // A NaN is a NaN, whatever its bits.
-            let same =
-                |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-            rounded[..n].iter().zip(&wide[..n]).all(same)
+            let mut pairs = rounded[..n].iter().zip(&wide[..n]);
+            pairs.all(|(a, b)| same(a, b))
         })
+}
+
+/// A NaN is a NaN, whatever its bits.
+fn same(a: &f32, b: &f32) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }

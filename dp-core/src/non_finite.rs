@@ -1,6 +1,6 @@
 //! Finding NaN and infinity in gradients, so that all ranks skip the step together.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Request};
@@ -17,22 +17,21 @@ pub enum NonFinite {
     SkipStep,
 }
 
-/// Agrees over all ranks on the first parameter whose gradient some rank has found not to be finite, and on the first
-/// rank that has. `mine`: a position in the order that ranks share. `reused`: the buffer of an earlier call.
-pub(crate) fn agree(
+/// Agrees over all ranks on the first parameter that some rank has found something about, and on the first rank that has.
+/// `mine`: a position in the order that ranks share. `reused`: the buffer of an earlier call.
+pub(crate) fn first_over_ranks(
     mine: Option<usize>,
+    label: &Arc<str>,
     comm: &dyn Communicator,
     reused: &mut Option<Buffer>,
 ) -> Result<Option<(usize, usize)>> {
-    static LABEL: LazyLock<Arc<str>> =
-        LazyLock::new(|| "parameters with non-finite gradients".into());
     let (rank, n) = (comm.rank(), comm.world_size());
     let mut found = match reused.take() {
         Some(buffer) => buffer,
         None => Buffer::from_vec(vec![0i64; n]),
     };
     found.as_mut_slice()?[rank] = mine.map_or(-1, |position| position as i64);
-    let request = Request::new(Collective::AllGather, Arc::clone(&LABEL));
+    let request = Request::new(Collective::AllGather, Arc::clone(label));
     let found = reused.insert(comm.start(request, found)?.wait()?);
     let ranks = found.as_slice::<i64>()?.iter().enumerate();
     let first = ranks.filter(|(_, p)| **p >= 0).min_by_key(|(_, p)| **p);

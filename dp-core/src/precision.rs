@@ -111,12 +111,13 @@ pub(crate) fn not_trainable(what: &str, dtype: DType) -> Error {
 /// Elements that are converted at a time, so that they stay in the first-level cache.
 pub(crate) const CHUNK: usize = 2048;
 
-/// Copies the values of a tensor of any layout to `out`, or adds them in f32 and rounds once. False if a result is not
-/// finite; without `watch`, nobody looks.
+/// Copies the values of a tensor of any layout, times `factor`, to `out`, or adds them in f32 and rounds once. False if a
+/// result is not finite; without `watch`, nobody looks.
 pub(crate) fn read_gradient(
     grad: &Tensor,
     out: &mut Buffer,
     range: std::ops::Range<usize>,
+    factor: f32,
     accumulate: bool,
     watch: bool,
 ) -> Result<bool> {
@@ -125,10 +126,10 @@ pub(crate) fn read_gradient(
     with_trainable!(grad.dtype(), G => with_trainable!(out.dtype(), T => {
         let out = &mut out.as_mut_slice::<T>()?[range];
         with_values(&grad, |values: &[G]| {
-            if accumulate {
-                add::<G, T>(values, out);
-            } else {
-                convert::<G, T>(values, out);
+            match (accumulate, factor == 1.0) {
+                (true, true) => add::<G, T>(values, out),
+                (false, true) => convert::<G, T>(values, out),
+                (_, false) => add_scaled::<G, T>(values, factor, accumulate, out),
             }
             !watch || out.iter().all(|x| x.to_acc().is_finite())
         })
@@ -170,6 +171,28 @@ pub(crate) fn add<F: Trainable, T: Trainable>(values: &[F], out: &mut [T]) {
         widen(values, wide);
         widen(out, sum);
         sum.iter_mut().zip(wide).for_each(|(s, x)| *s += *x);
+        narrow(sum, out);
+    }
+}
+
+/// `out = values factor`, or `out + values factor`, in f32 and rounded once.
+fn add_scaled<F: Trainable, T: Trainable>(
+    values: &[F],
+    factor: f32,
+    accumulate: bool,
+    out: &mut [T],
+) {
+    let (mut wide, mut sum) = ([0f32; CHUNK], [0f32; CHUNK]);
+    for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
+        let (wide, sum) = (&mut wide[..values.len()], &mut sum[..values.len()]);
+        widen(values, wide);
+        match accumulate {
+            true => widen(out, sum),
+            false => sum.fill(0.0),
+        }
+        sum.iter_mut()
+            .zip(wide)
+            .for_each(|(s, x)| *s += *x * factor);
         narrow(sum, out);
     }
 }

@@ -85,6 +85,8 @@ struct InFlight {
 #[derive(Clone, Copy)]
 struct Run {
     reduce: bool,
+    /// What gradients are multiplied by.
+    factor: f32,
 }
 
 /// While it lives, gradients belong to this reducer's backward.
@@ -319,7 +321,8 @@ impl State {
         self.next_launch = 0;
         self.mine.add(loss);
         let reduce = last || each_time;
-        self.running = Some(Run { reduce });
+        let factor = loss.factor;
+        self.running = Some(Run { reduce, factor });
         Ok(reduce)
     }
 
@@ -374,7 +377,7 @@ impl State {
             ));
         }
         let out = self.strategy.buffer(bucket)?;
-        if !read_gradient(grad, out, range, written, self.watch_finite)? {
+        if !read_gradient(grad, out, range, run.factor, written, self.watch_finite)? {
             self.not_finite[param_idx] = true;
         }
         self.written[param_idx] = true;

@@ -1,7 +1,7 @@
 //! The second half of a training step: from reduced gradients to new parameters.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use smallvec::SmallVec;
 
@@ -12,7 +12,7 @@ use crate::config::UnusedParameters;
 use crate::engine::{Clipping, Engine};
 use crate::error::{Error, Result};
 use crate::mean_gradient::MeanGradient;
-use crate::non_finite;
+use crate::non_finite::first_over_ranks;
 use crate::norm::{ForEachPart, GradNorm, clip_factor, global_norm};
 use crate::optim::Optimizer;
 use crate::param::with_values_mut;
@@ -22,6 +22,11 @@ use crate::replica::broadcast_values;
 use crate::sentinel::compare_replicas;
 use crate::strategy::Strategy;
 use crate::summary::Summary;
+
+static NON_FINITE: LazyLock<Arc<str>> =
+    LazyLock::new(|| "parameters with non-finite gradients".into());
+static ALTERED: LazyLock<Arc<str>> =
+    LazyLock::new(|| "parameters changed since clip_grad_norm".into());
 
 /// What one optimizer step did. The same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -132,6 +137,10 @@ impl<O: Optimizer> Engine<O> {
             self.comm
                 .start(Request::new(Collective::Barrier, label), nothing)?
                 .wait()?;
+        }
+        if self.clipping.is_some() {
+            // The summary is that of `clip_grad_norm`.
+            self.check_masters_on_all_ranks()?;
         }
         let unused = self.unused_names(&summary.used);
         let skipped = match summary.weight == 0.0 {
@@ -313,6 +322,44 @@ impl<O: Optimizer> Engine<O> {
         }
     }
 
+    /// Fails if a parameter that this rank owns a part of is not its master rounded.
+    pub(crate) fn check_masters(&self) -> Result<()> {
+        match self.first_altered(&mut Vec::new())? {
+            Some(position) => Err(self.altered(position)),
+            None => Ok(()),
+        }
+    }
+
+    /// [`check_masters`](Self::check_masters), on all ranks alike.
+    fn check_masters_on_all_ranks(&mut self) -> Result<()> {
+        if self.masters.is_empty() {
+            return Ok(());
+        }
+        let mut flags = std::mem::take(&mut self.scratch.flags);
+        let mine = self.first_altered(&mut flags);
+        self.scratch.flags = flags;
+        let buffer = &mut self.scratch.first_of_rank;
+        match first_over_ranks(mine?, &ALTERED, self.comm.as_ref(), buffer)? {
+            Some((position, _)) => Err(self.altered(position)),
+            None => Ok(()),
+        }
+    }
+
+    /// The position in the order that ranks share.
+    fn first_altered(&self, altered: &mut Vec<bool>) -> Result<Option<usize>> {
+        let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
+        altered.clear();
+        altered.resize(params.len(), false);
+        self.masters.find_altered(layout, params, owned, altered)?;
+        Ok(self.order.iter().position(|i| altered[*i]))
+    }
+
+    fn altered(&self, position: usize) -> Error {
+        Error::Altered {
+            parameter: self.params[self.order[position]].name().to_string(),
+        }
+    }
+
     /// Waits for the reductions, and hears from all ranks, unless `clip_grad_norm` has done so.
     fn settle(&self, agreement: Arc<str>) -> Result<Arc<Summary>> {
         let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
@@ -346,7 +393,7 @@ impl<O: Optimizer> Engine<O> {
         if !self.skips_non_finite {
             return Ok(None);
         }
-        let reduced = &mut self.scratch.not_finite;
+        let reduced = &mut self.scratch.flags;
         reduced.clear();
         reduced.resize(self.params.len(), false);
         self.reducer.with_strategy(|strategy| -> Result<()> {
@@ -374,8 +421,8 @@ impl<O: Optimizer> Engine<O> {
                     reduced[index].then_some(2 * position + 1)
                 }
             });
-        let buffer = &mut self.scratch.non_finite;
-        let first = non_finite::agree(mine, self.comm.as_ref(), buffer)?;
+        let buffer = &mut self.scratch.first_of_rank;
+        let first = first_over_ranks(mine, &NON_FINITE, self.comm.as_ref(), buffer)?;
         Ok(first.map(|(code, rank)| SkipReason::NonFinite {
             parameter: self.params[self.order[code / 2]].name().to_string(),
             rank,

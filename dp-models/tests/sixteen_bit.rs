@@ -1,6 +1,6 @@
 //! Mixtures of f32 and 16-bit tensors, and a GPT in 16 bits: training, and the memory of its activations.
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use dp_models::{
     Activation, ByteTokens, CausalMask, Gpt, GptConfig, LayerNorm, Mlp, MlpConfig, RmsNorm,
@@ -295,4 +295,38 @@ fn threads_change_no_bits_of_a_gpt() {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         assert!(numbers(dtype, 1) == numbers(dtype, 3), "{dtype:?}");
     }
+}
+
+/// Nothing to multiply leaves the bias.
+#[test]
+fn a_linear_layer_without_features_is_its_bias() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let tensor = |shape: &[usize]| Tensor::ones(shape, dtype, &Device::Cpu).unwrap();
+        let (x, weight) = (tensor(&[2, 0]), tensor(&[3, 0]));
+        let bias = Var::from_tensor(&tensor(&[3])).unwrap();
+        let y = dp_models::linear(&x, &weight, Some(&bias)).unwrap();
+        let wide = y.to_dtype(DType::F32).unwrap();
+        assert_eq!(wide.to_vec2::<f32>().unwrap(), [[1.0; 3]; 2]);
+        let grads = y.sum_all().unwrap().backward().unwrap();
+        let grad = grads.get(&bias).unwrap().to_dtype(DType::F32).unwrap();
+        assert_eq!(grad.to_vec1::<f32>().unwrap(), [2.0; 3]);
+    }
+}
+
+/// In bf16, 256 + 1 is 256: gradients of one token are added in f32.
+#[test]
+fn gradients_of_a_repeated_token_are_added_in_f32() {
+    let table = |rows: usize| {
+        let zeros = Tensor::zeros((rows, 1), DType::BF16, &Device::Cpu).unwrap();
+        Var::from_tensor(&zeros).unwrap()
+    };
+    let (wte, wpe) = (table(2), table(4));
+    let tokens = Tensor::new(&[[1u32, 1, 1, 1]], &Device::Cpu).unwrap();
+    let y = dp_models::embed(&tokens, &wte, &wpe).unwrap();
+    let weights = Tensor::new(&[256f32, 1.0, 1.0, 2.0], &Device::Cpu).unwrap();
+    let weights = weights.reshape(y.shape()).unwrap();
+    let loss = (y * weights.to_dtype(DType::BF16).unwrap()).unwrap();
+    let grads = loss.sum_all().unwrap().backward().unwrap();
+    let grad = grads.get(&wte).unwrap().to_dtype(DType::F32).unwrap();
+    assert_eq!(grad.to_vec2::<f32>().unwrap(), [[0.0], [260.0]]);
 }

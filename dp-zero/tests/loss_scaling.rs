@@ -1,6 +1,7 @@
 use candle_core::{DType, Tensor};
 use dp_core::{
-    DynamicLossScale, LossScaling, ParamStore, Rank, Result, Sgd, SkipReason, StepReport, Trainer,
+    DynamicLossScale, EngineConfig, GradAccumDType, LossScaling, ParamStore, Rank, Result, Sgd,
+    SkipReason, StepReport, Trainer,
 };
 use dp_zero::Sharding;
 
@@ -146,4 +147,120 @@ fn a_loss_in_f16_is_scaled_in_f32() {
         assert_eq!(widened(&w), [0.75; 7]);
         Ok(())
     });
+}
+
+/// A count is no part of a 16-bit gradient: f16 would have no room for it.
+#[test]
+fn losses_that_weigh_by_large_counts_train_in_16_bits() {
+    for strategy in STRATEGIES {
+        for (dtype, scaling) in [
+            (DType::F16, LossScaling::Off),
+            (DType::F16, LossScaling::Static(1024.0)),
+            (DType::BF16, LossScaling::Off),
+        ] {
+            ranks(2, move |rank| {
+                let store = ParamStore::new(rank.device());
+                let w = constant(&store, dtype, 7, 1.0)?;
+                let sgd = Sgd::new(1.0);
+                let mut trainer = AnyTrainer::with_settings(strategy, store, &rank, sgd, |e| {
+                    e.loss_scaling = scaling;
+                })?;
+                // 200,000 samples with the mean gradient 0.5 on one rank, 600,000 with 0.25 on the other, in two parts.
+                let (count, g) = [(100_000, 0.5), (300_000, 0.25)][rank.rank()];
+                let wide = w.to_dtype(DType::F32)?;
+                let mut window = trainer.accumulate(2)?;
+                let loss = &slope(&wide, g)?;
+                window.backward_weighted(dp_core::Loss::Mean { loss, count })?;
+                let loss = &slope(&wide, g * count as f64)?;
+                window.backward_weighted(dp_core::Loss::Sum { loss, count })?;
+                window.finish()?;
+                trainer.step()?;
+                // (200,000 x 0.5 + 600,000 x 0.25) / 800,000 = 0.3125
+                assert_eq!(
+                    widened(&w),
+                    [0.6875; 7],
+                    "{strategy:?} {dtype:?} {scaling:?}"
+                );
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn counts_are_refused_where_f16_has_no_room_for_them() {
+    ranks(2, |rank| {
+        for accum in [GradAccumDType::F32, GradAccumDType::Parameter] {
+            let store = ParamStore::new(rank.device());
+            let w = constant(&store, DType::F16, 7, 1.0)?;
+            let (strategy, sgd) = (Sharding::Zero1, Sgd::new(1.0));
+            let mut trainer = AnyTrainer::with_settings(strategy, store, &rank, sgd, |engine| {
+                engine.grad_accum_dtype = accum;
+                if accum == GradAccumDType::F32 {
+                    engine.communication_dtype = Some(DType::F16);
+                }
+            })?;
+            let loss = &slope(&w, 0.5)?;
+            let result = trainer.backward_weighted(dp_core::Loss::Mean { loss, count: 4 });
+            let message = result.err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(message.contains("GradAccumDType::F32"), "{message}");
+            // Losses that weigh the same have no count.
+            trainer.backward(loss)?;
+            trainer.step()?;
+            assert_eq!(widened(&w), [0.5; 7]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn precision_must_be_the_same_on_all_ranks() {
+    let differ: [(&str, fn(&mut EngineConfig)); 3] = [
+        ("grad_accum_dtype", |e| {
+            e.grad_accum_dtype = GradAccumDType::Parameter
+        }),
+        ("communication_dtype", |e| {
+            e.communication_dtype = Some(DType::BF16)
+        }),
+        ("loss_scaling", |e| {
+            e.loss_scaling = LossScaling::Static(2.0)
+        }),
+    ];
+    for (name, change) in differ {
+        ranks(2, move |rank| {
+            let store = ParamStore::new(rank.device());
+            constant(&store, DType::F16, 7, 1.0)?;
+            let (strategy, sgd) = (Sharding::Zero2, Sgd::new(1.0));
+            let made = AnyTrainer::with_settings(strategy, store, &rank, sgd, |engine| {
+                if rank.rank() == 1 {
+                    change(engine);
+                }
+            });
+            let message = made.err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(
+                message.contains(name) && message.contains("rank 1"),
+                "{message}"
+            );
+            Ok(())
+        });
+    }
+}
+
+/// Clipping works on the masters as on f32 parameters.
+#[test]
+fn clipping_scales_the_update_of_masters() {
+    for strategy in STRATEGIES {
+        ranks(2, move |rank| {
+            let store = ParamStore::new(rank.device());
+            let w = constant(&store, DType::BF16, 4, 1.0)?;
+            let sgd = Sgd::new(1.0);
+            let mut trainer = AnyTrainer::new(strategy, store, &rank, sgd, caps(3))?;
+            trainer.backward(&slope(&w, 8.0)?)?;
+            assert_eq!(trainer.clip_grad_norm(1.0)?, 16.0);
+            trainer.step()?;
+            // 8 / 16, but for the 1e-6 of the formula, which bf16 does not see.
+            assert_eq!(widened(&w), [0.5; 4], "{strategy:?}");
+            Ok(())
+        });
+    }
 }

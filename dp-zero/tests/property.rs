@@ -92,7 +92,11 @@ fn cases() -> impl Strategy<Value = Case> {
                     micro_batches,
                     cap,
                     clip,
-                    counts,
+                    // f16 buckets have no room for counts: that is refused.
+                    counts: match precision.0 {
+                        GradAccumDType::F32 => counts,
+                        GradAccumDType::Parameter => Vec::new(),
+                    },
                     groups,
                     delays,
                     accum: precision.0,
@@ -224,12 +228,12 @@ impl Case {
 
     fn close(&self, a: &Outcome, b: &Outcome) -> bool {
         // AdamW divides by the gradient's own size, so a rounding error of a gradient near zero may grow to a part of the
-        // rate of 0.1; the models here have no such gradients in exact arithmetic. In 16 bits they may, and two numbers
-        // that are rounded apart differ by 1/128.
+        // rate of 0.1; the models here have no such gradients in exact arithmetic. In 16 bits they may, and then each of
+        // the steps may go the other way.
         let narrow = |s: &Spec| s.dtype != DType::F32;
         let tolerance = match self.wire.is_none() && !self.specs.iter().any(narrow) {
             true => 1e-4,
-            false => 0.25,
+            false => 2.0 * 0.1 * STEPS as f32 + 0.02,
         };
         a.2.len() == b.2.len()
             && a.2

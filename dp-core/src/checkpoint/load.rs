@@ -184,8 +184,14 @@ impl<O: Optimizer> Engine<O> {
                 Some(record) if record.spec() == own => {}
                 Some(record) => {
                     let (theirs, own_text) = (record.spec().describe(), own.describe());
+                    let hint = match record.dtype == own.dtype {
+                        true => "",
+                        false => {
+                            "; export_safetensors and import_safetensors carry weights alone over to another dtype"
+                        }
+                    };
                     return wrong(format!(
-                        "parameter `{}` is {theirs} there, but {own_text} in the model",
+                        "parameter `{}` is {theirs} there, but {own_text} in the model{hint}",
                         own.name
                     ));
                 }

@@ -12,7 +12,7 @@ use super::file::OpenFile;
 use super::problem;
 use crate::error::Result;
 use crate::hashing::hex;
-use crate::loss_scale::LossScaleState;
+use crate::loss_scale::{LossScaleState, MIN_SCALE};
 use crate::masters::MASTER;
 use crate::optim::LrSchedule;
 use crate::param::ParamKind;
@@ -205,7 +205,7 @@ impl Manifest {
                 ));
             }
         }
-        let is_scale = |s: LossScaleState| s.scale.is_finite() && s.scale >= 0.0;
+        let is_scale = |s: LossScaleState| s.scale.is_finite() && s.scale >= MIN_SCALE;
         if !self.loss_scale.is_none_or(is_scale) {
             return Err(format!("{:?} is no loss scale", self.loss_scale));
         }

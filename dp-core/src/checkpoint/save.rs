@@ -241,7 +241,9 @@ impl<O: Optimizer> Engine<O> {
             comm.as_ref(),
             "save: settings",
             run,
-            self.check_groups().map(|()| intent),
+            self.check_groups()
+                .and_then(|()| self.check_masters())
+                .map(|()| intent),
         )?;
         if let Some(rank) = (1..intents.len()).find(|r| intents[*r] != intents[0]) {
             let message = format!(

@@ -4,7 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::Optimizer;
+use crate::checkpoint::VALUE;
 use crate::error::{Error, Result};
+use crate::masters::MASTER;
 use crate::param::NamePredicate;
 
 /// Parameters that share hyper-parameters.
@@ -111,11 +113,11 @@ impl<O: Optimizer> ParamGroups<O> {
         for group in &self.groups {
             let states = group.optimizer.state_names();
             let bad = |(i, name): (usize, &&str)| {
-                *name == "value" || name.contains('/') || states[..i].contains(name)
+                [VALUE, MASTER].contains(name) || name.contains('/') || states[..i].contains(name)
             };
             if states.iter().enumerate().any(bad) {
                 let message = format!(
-                    "{states:?} of {}: names must differ, have no `/` and not be `value`",
+                    "{states:?} of {}: names must differ, have no `/` and not be `{VALUE}` or `{MASTER}`",
                     group.optimizer.name()
                 );
                 return Err(Error::invalid("state names", message));

@@ -90,9 +90,13 @@ fn output_shape(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Sh
 }
 
 /// `y = x weight^T + bias`
-fn forward(x: Numbers<'_>, weight: Numbers<'_>, bias: Option<Numbers<'_>>, out: usize) -> Vec<f32> {
+fn forward(
+    x: Numbers<'_>,
+    weight: Numbers<'_>,
+    bias: Option<Numbers<'_>>,
+    [rows, out]: [usize; 2],
+) -> Vec<f32> {
     let width = weight.len() / out.max(1);
-    let rows = x.len() / width.max(1);
     let mut y = Vec::with_capacity(rows * out);
     match bias {
         Some(bias) => {
@@ -121,7 +125,7 @@ fn backward(
     grad: &[f32],
 ) -> Result<[Option<Tensor>; 3]> {
     let (out, width) = weight.dims2()?;
-    let rows = x.elem_count() / width.max(1);
+    let rows = x.dim(0)?;
     let grad_mat = Mat::new(grad, rows, out);
     let mut gradients = [None, None, None];
     if x.track_op() {
@@ -170,7 +174,7 @@ impl CustomOp2 for Linear {
         lw: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (x, w) = (Numbers::of(x, lx)?, Numbers::of(w, lw)?);
-        let y = forward(x, w, None, lw.dims()[0]);
+        let y = forward(x, w, None, [lx.dims()[0], lw.dims()[0]]);
         Ok((round(y, x.dtype())?, self.shape.clone()))
     }
 
@@ -206,7 +210,7 @@ impl CustomOp3 for Linear {
             Numbers::of(w, lw)?,
             Numbers::of(b, lb)?,
         );
-        let y = forward(x, w, Some(b), lw.dims()[0]);
+        let y = forward(x, w, Some(b), [lx.dims()[0], lw.dims()[0]]);
         Ok((round(y, x.dtype())?, self.shape.clone()))
     }
 
@@ -234,9 +238,10 @@ impl LinearGelu {
     /// The linear part as the backward pass sees it: rounded, as it is kept.
     fn recompute(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<CpuStorage> {
         let (x_values, w_values, b_values) = (Values::of(x), Values::of(w), Values::of(b));
+        let sizes = [x.dim(0)?, w.dim(0)?];
         let (x, bias) = (x_values.numbers()?, b_values.numbers()?);
         round(
-            forward(x, w_values.numbers()?, Some(bias), w.dim(0)?),
+            forward(x, w_values.numbers()?, Some(bias), sizes),
             x.dtype(),
         )
     }
@@ -261,7 +266,7 @@ impl CustomOp3 for LinearGelu {
             Numbers::of(w, lw)?,
             Numbers::of(b, lb)?,
         );
-        let before = forward(x, w, Some(b), lw.dims()[0]);
+        let before = forward(x, w, Some(b), [lx.dims()[0], lw.dims()[0]]);
         let output = Output {
             dtype: x.dtype(),
             len: before.len(),
