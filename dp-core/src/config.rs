@@ -37,7 +37,8 @@ pub struct EngineConfig {
     /// |error of the mean| <= u (mean over ranks of |g| + |mean of g|)
     /// ```
     ///
-    /// In f16 numbers above 65504 become infinite, and those below 6e-8 are lost.
+    /// In f16 numbers above 65504 become infinite, and those below 6e-8 are lost. Stage 2 reduces each micro-batch, so it rounds
+    /// each. Two more buffers of the longest bucket's length are needed, in this dtype.
     pub communication_dtype: Option<DType>,
     /// What losses are multiplied by, for f16 models.
     pub loss_scaling: LossScaling,

@@ -183,17 +183,18 @@ pub trait Trainer {
     }
 
     /// Overwrites a parameter, a frozen one, or a buffer by `values`, converted to its dtype; rank 0's count. Its f32 master, if
-    /// it has one, becomes the new value; optimizer state stays. Collective; between two steps.
+    /// it has one, becomes that value, as it is in the parameter's dtype; optimizer state stays. Collective; between two steps.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for an unknown name or another shape; [`Error::Misuse`] while gradients wait for `step`; those of the
+    /// [`Error::Parameter`] for an unknown name, another shape, or a value out of the dtype's range, on the other ranks
+    /// [`Error::InvalidArgument`] that names the rank; [`Error::Misuse`] while gradients wait for `step`; those of the
     /// collectives.
     fn set_parameter(&mut self, name: &str, values: &Tensor) -> Result<()> {
         self.engine_mut().set_parameter(name, values)
     }
 
-    /// Makes what the parameters hold on rank 0 the value on all ranks, and the f32 masters of 16-bit parameters with it
-    /// (`refresh_fp32_params` in DeepSpeed). For code that has written parameters itself; without it the next step fails with
+    /// Makes what the trained parameters hold on rank 0 the value on all ranks, and the f32 masters of 16-bit parameters with it
+    /// where they are another one (`refresh_fp32_params` in DeepSpeed). For code that has written parameters itself; without it the next step fails with
     /// [`Error::Altered`]. Collective; also between backward and step.
     ///
     /// # Errors

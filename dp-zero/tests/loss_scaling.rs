@@ -215,7 +215,8 @@ fn counts_are_refused_where_f16_has_no_room_for_them() {
 
 #[test]
 fn precision_must_be_the_same_on_all_ranks() {
-    let differ: [(&str, fn(&mut EngineConfig)); 3] = [
+    type Change = fn(&mut EngineConfig);
+    let differ: [(&str, Change); 3] = [
         ("grad_accum_dtype", |e| {
             e.grad_accum_dtype = GradAccumDType::Parameter
         }),

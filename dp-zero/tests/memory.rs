@@ -167,8 +167,11 @@ fn stage_2_never_holds_more_than_two_buckets_and_the_shards() {
         (2, true),
         (3, true),
     ] {
-        for (micro_batches, precision) in
-            [1, 3].into_iter().flat_map(|m| PRECISIONS.map(|p| (m, p)))
+        let f32 = PRECISIONS[0];
+        for (micro_batches, precision, wire) in [1, 3]
+            .into_iter()
+            .flat_map(|m| PRECISIONS.map(|p| (m, p, None)))
+            .chain([(1, f32, Some(DType::BF16)), (3, f32, Some(DType::BF16))])
         {
             ranks(world_size, move |rank| {
                 let (dtype, accum) = precision;
@@ -192,10 +195,13 @@ fn stage_2_never_holds_more_than_two_buckets_and_the_shards() {
                         let cap = size * LEN;
                         engine.bucket_caps = BucketCaps::with_first(cap, cap).expect("positive");
                         engine.grad_accum_dtype = accum;
+                        engine.communication_dtype = wire;
                     })?;
                 let layout = trainer.layout().clone();
                 assert_eq!(layout.buckets().len(), LAYERS + usize::from(unused_head));
-                let two_buckets = transient_bytes(strategy, &layout, precision);
+                // And two to send, if that is another dtype.
+                let sent = wire.map_or(0, |d| 2 * d.size_in_bytes() * layout.max_padded_len());
+                let two_buckets = transient_bytes(strategy, &layout, precision) + sent as u64;
                 let shards = (size * layout.padded_len() / world_size) as u64;
                 ledger.reset_peak();
                 for _ in 0..2 {
