@@ -35,7 +35,9 @@ pub(crate) fn gather_parameters(
     // After an error: nobody waits for what is left of it.
     in_flight.clear();
     for (index, bucket) in layout.buckets().iter().enumerate() {
-        while !buffers.has_room(bucket) && finish_oldest(in_flight, buffers, layout, params)? {}
+        while !buffers.has_room(bucket) && finish_oldest(in_flight, buffers, layout, params, rank)?
+        {
+        }
         let mut buffer = buffers.lend(index, bucket)?;
         // Padding travels too; zeros keep what is sent defined.
         buffer.fill_zero(bucket.len()..bucket.padded_len);
@@ -50,7 +52,7 @@ pub(crate) fn gather_parameters(
         in_flight.push_back((index, comm.start(request, buffer)?));
         comm.progress();
     }
-    while finish_oldest(in_flight, buffers, layout, params)? {}
+    while finish_oldest(in_flight, buffers, layout, params, rank)? {}
     Ok(())
 }
 
@@ -60,14 +62,18 @@ fn finish_oldest(
     buffers: &mut dyn GatherBuffers,
     layout: &BucketLayout,
     params: &[Param],
+    rank: usize,
 ) -> Result<bool> {
     let Some((index, pending)) = in_flight.pop_front() else {
         return Ok(false);
     };
     let (bucket, buffer) = (&layout.buckets()[index], pending.wait()?);
-    for slot in &bucket.slots {
-        let param = &params[slot.param_idx];
-        param.copy_from(0..param.num_elements(), &buffer, slot.range.start)?;
+    // The own slice is there already: it was updated in place.
+    let own = bucket.slice(rank, layout.world_size());
+    let others = [0..own.start, own.end..bucket.padded_len];
+    for segment in others.into_iter().flat_map(|range| bucket.segments(range)) {
+        let param = &params[segment.param_idx];
+        param.copy_from(segment.in_param, &buffer, segment.in_bucket.start)?;
     }
     buffers.give_back(index, bucket, buffer)?;
     Ok(true)
