@@ -4,12 +4,12 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::DType;
 use sha2::{Digest, Sha256};
 
 use crate::agreement::Agreement;
 use crate::bucket::{Bucket, BucketCaps, BucketLayout};
-use crate::buffer::{Buffer, with_element};
+use crate::buffer::Buffer;
 use crate::comm::Communicator;
 use crate::config::{EngineConfig, UnusedParameters};
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ use crate::masters::Masters;
 use crate::memory::Category;
 use crate::norm::NormBuffers;
 use crate::optim::{LrSchedule, Optimizer, ParamGroups};
-use crate::param::{Param, ParamKind, with_values};
+use crate::param::{Param, ParamKind};
 use crate::reducer::Reducer;
 use crate::replica::{
     ParamSpec, broadcast_values, check_replicas, check_settings, check_trainable,
@@ -302,70 +302,6 @@ impl<O: Optimizer> Engine<O> {
             Window::HalfLoaded => Err(self.out_of_order(call)),
             _ => Ok(()),
         }
-    }
-
-    pub(crate) fn refresh_masters(&mut self) -> Result<()> {
-        self.require_whole("refresh_masters")?;
-        let trained = |i: &usize| self.params[*i].kind() == ParamKind::Trained;
-        let order = self.order.iter().copied().filter(trained);
-        let outcome =
-            broadcast_values(&self.params, order, self.comm.as_ref(), self.store.ledger());
-        self.reducer.remember_failure(outcome)?;
-        let (layout, params) = (&self.layout, &self.params);
-        self.masters.refresh_altered(layout, params, &self.owned)?;
-        self.mark_update()
-    }
-
-    pub(crate) fn set_parameter(&mut self, name: &str, values: &Tensor) -> Result<()> {
-        self.require_empty_window("set_parameter")?;
-        let checked = self.values_for(name, values);
-        let mine = checked.as_ref().err().map(ToString::to_string);
-        let all = self
-            .comm
-            .all_gather_json::<Option<String>>(&mine, &format!("set_parameter {name}"));
-        let all = self.reducer.remember_failure(all)?;
-        if let Some((rank, message)) = (0..).zip(all).find_map(|(r, m)| Some((r, m?))) {
-            let own = checked.err().filter(|_| rank == self.comm.rank());
-            return Err(own.unwrap_or_else(|| {
-                Error::invalid("set_parameter", format!("on rank {rank}: {message}"))
-            }));
-        }
-        let (position, buffer) = checked?;
-        let param = &self.params[position];
-        param.copy_from(0..param.num_elements(), &buffer, 0)?;
-        let (params, comm) = (&self.params, self.comm.as_ref());
-        let outcome = broadcast_values(params, [position], comm, self.store.ledger());
-        self.reducer.remember_failure(outcome)?;
-        self.masters
-            .refresh(&self.layout, params, &self.owned, |i| i == position)?;
-        self.mark_update()
-    }
-
-    /// The position of the parameter `name`, and `values` in its dtype.
-    fn values_for(&self, name: &str, values: &Tensor) -> Result<(usize, Buffer)> {
-        let position = self.params.iter().position(|p| p.name() == name);
-        let position = position
-            .ok_or_else(|| Error::parameter(name, "the model has no parameter of this name"))?;
-        let own = self.params[position].tensor();
-        if values.shape() != own.shape() {
-            let (got, expected) = (values.shape(), own.shape());
-            let message = format!("values of shape {got:?}, expected {expected:?}");
-            return Err(Error::parameter(name, message));
-        }
-        let given = values.to_device(&Device::Cpu)?;
-        let values = given.to_dtype(own.dtype())?.flatten_all()?.contiguous()?;
-        let num_finite = |t: &Tensor| -> candle_core::Result<usize> {
-            let t = t.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-            Ok(t.iter().filter(|x| x.is_finite()).count())
-        };
-        if num_finite(&given)? != num_finite(&values)? {
-            let message = format!("a value is out of the range of {}", own.dtype().as_str());
-            return Err(Error::parameter(name, message));
-        }
-        let buffer = with_element!(own.dtype(), T => {
-            with_values::<T, _>(&values, |values| Buffer::from_vec(values.to_vec()))?
-        });
-        Ok((position, buffer))
     }
 
     /// A load may follow one that failed.

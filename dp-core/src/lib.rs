@@ -70,6 +70,7 @@ mod masters;
 mod mean_gradient;
 mod non_finite;
 mod norm;
+mod parameter_writes;
 mod summary;
 
 mod config;

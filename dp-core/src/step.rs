@@ -25,8 +25,6 @@ use crate::summary::Summary;
 
 static NON_FINITE: LazyLock<Arc<str>> =
     LazyLock::new(|| "parameters with non-finite gradients".into());
-static ALTERED: LazyLock<Arc<str>> =
-    LazyLock::new(|| "parameters changed since clip_grad_norm".into());
 
 /// What one optimizer step did. The same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -319,44 +317,6 @@ impl<O: Optimizer> Engine<O> {
         match rest == 0.0 {
             true => 1.0,
             false => rest as f32,
-        }
-    }
-
-    /// Fails if a parameter that this rank owns a part of is not its master rounded.
-    pub(crate) fn check_masters(&self) -> Result<()> {
-        match self.first_altered(&mut Vec::new())? {
-            Some(position) => Err(self.altered(position)),
-            None => Ok(()),
-        }
-    }
-
-    /// [`check_masters`](Self::check_masters), on all ranks alike.
-    fn check_masters_on_all_ranks(&mut self) -> Result<()> {
-        if self.masters.is_empty() {
-            return Ok(());
-        }
-        let mut flags = std::mem::take(&mut self.scratch.flags);
-        let mine = self.first_altered(&mut flags);
-        self.scratch.flags = flags;
-        let buffer = &mut self.scratch.first_of_rank;
-        match first_over_ranks(mine?, &ALTERED, self.comm.as_ref(), buffer)? {
-            Some((position, _)) => Err(self.altered(position)),
-            None => Ok(()),
-        }
-    }
-
-    /// The position in the order that ranks share.
-    fn first_altered(&self, altered: &mut Vec<bool>) -> Result<Option<usize>> {
-        let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
-        altered.clear();
-        altered.resize(params.len(), false);
-        self.masters.find_altered(layout, params, owned, altered)?;
-        Ok(self.order.iter().position(|i| altered[*i]))
-    }
-
-    fn altered(&self, position: usize) -> Error {
-        Error::Altered {
-            parameter: self.params[self.order[position]].name().to_string(),
         }
     }
 
