@@ -13,7 +13,7 @@ use candle_core::DType;
 
 use crate::error::{Error, Result};
 use crate::param::{Param, ParamKind};
-use crate::precision::GradAccumDType;
+use crate::precision::{GradAccumDType, has_master};
 
 /// Size limits of gradient buckets, in bytes of the gradients as they are kept ([`GradAccumDType`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,6 +105,11 @@ impl Bucket {
     /// True if all its parameters are empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// True if who owns an element keeps a f32 master of it: where parameters are 16-bit numbers.
+    pub fn has_masters(&self) -> bool {
+        has_master(self.dtype)
     }
 
     /// The elements that `rank` owns where state is sharded.

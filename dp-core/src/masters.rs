@@ -12,7 +12,7 @@ use crate::buffer::{Buffer, Element};
 use crate::error::Result;
 use crate::memory::{Category, Ledger};
 use crate::param::{Param, with_values};
-use crate::precision::{CHUNK, Trainable, has_master, narrow, widen, with_trainable};
+use crate::precision::{CHUNK, Trainable, narrow, widen, with_trainable};
 
 /// The state's name in checkpoints.
 pub(crate) const MASTER: &str = "master";
@@ -30,7 +30,7 @@ impl Masters {
     ) -> Result<Self> {
         let master = |(bucket, owned): (&Bucket, &Range<usize>)| {
             let buffer = || Buffer::reserved(DType::F32, owned.len(), ledger, Category::Optimizer);
-            has_master(bucket.dtype).then(buffer).transpose()
+            bucket.has_masters().then(buffer).transpose()
         };
         let buckets = layout.buckets().iter().zip(owned);
         let mut masters = Self(buckets.map(master).collect::<Result<_>>()?);

@@ -146,7 +146,7 @@ impl ModelStates {
         for bucket in layout.buckets() {
             let gradients = bucket.padded_len / shards_of_gradients;
             states.gradients += (gradients * bucket.grad_dtype.size_in_bytes()) as u64;
-            let master = usize::from(bucket.dtype.size_in_bytes() == 2);
+            let master = usize::from(bucket.has_masters());
             let numbers = bucket.padded_len / shards_of_states * (num_states + master);
             states.optimizer += 4 * numbers as u64;
         }

@@ -1,5 +1,6 @@
 //! What several example programs share.
 
+pub mod checks;
 pub mod machine;
 pub mod options;
 pub mod pages;

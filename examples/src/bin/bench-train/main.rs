@@ -21,7 +21,7 @@ use clap::Parser;
 use dp_core::World;
 use dp_core::memory::CountingAllocator;
 use dp_examples::machine::Provenance;
-use dp_examples::{options::exit_code, pages};
+use dp_examples::{checks, options::exit_code, pages};
 use mimalloc::MiMalloc;
 
 use options::{Job, Options};
@@ -56,14 +56,7 @@ fn run(job: &Job) -> anyhow::Result<bool> {
     }
     let report = Report::new(job, provenance, &runs);
     println!("{}", report.table());
-    let mut all_hold = true;
-    for (statement, holds) in report.checks(job.expected.as_deref()) {
-        println!(
-            "{} {statement}",
-            if holds { "[ok]    " } else { "[FAILED]" }
-        );
-        all_hold &= holds;
-    }
+    let all_hold = checks::print(report.checks(job.expected.as_deref()));
     if let Some(path) = &options.json {
         let text = serde_json::to_string_pretty(&report)?;
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;

@@ -20,7 +20,7 @@ use anyhow::Context;
 use clap::Parser;
 use dp_core::World;
 use dp_core::memory::CountingAllocator;
-use dp_examples::{options::exit_code, pages};
+use dp_examples::{checks, options::exit_code, pages};
 use indicatif::{ProgressBar, ProgressStyle};
 use mimalloc::MiMalloc;
 
@@ -76,14 +76,7 @@ fn run(job: &Job) -> anyhow::Result<bool> {
         strategies,
     };
     table::print(&report);
-    let mut all_hold = true;
-    for (statement, holds) in report.checks() {
-        println!(
-            "{} {statement}",
-            if holds { "[ok]    " } else { "[FAILED]" }
-        );
-        all_hold &= holds;
-    }
+    let all_hold = checks::print(report.checks());
     let write = |name: &str, text: String| {
         let path = options.out.join(name);
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
