@@ -40,6 +40,9 @@ pub struct EngineConfig {
     /// In f16 numbers above 65504 become infinite, and those below 6e-8 are lost. Stage 2 reduces each micro-batch, so it rounds
     /// each. Two more buffers of the longest bucket's length are needed, in this dtype.
     pub communication_dtype: Option<DType>,
+    /// Reduce gradients while backward goes on (`overlap_comm` in DeepSpeed). Off, backward waits for each bucket before it goes
+    /// on: the same values, for comparison and for finding faults.
+    pub overlap_comm: bool,
     /// What losses are multiplied by, for f16 models.
     pub loss_scaling: LossScaling,
 }
@@ -65,6 +68,7 @@ impl EngineConfig {
                 "communication_dtype",
                 format!("{:?}", self.communication_dtype),
             ),
+            ("overlap_comm", self.overlap_comm.to_string()),
             ("loss_scaling", format!("{:?}", self.loss_scaling)),
         ]
     }
@@ -105,6 +109,7 @@ impl Default for EngineConfig {
             compare_replicas_every: 0,
             grad_accum_dtype: GradAccumDType::default(),
             communication_dtype: None,
+            overlap_comm: true,
             loss_scaling: LossScaling::default(),
         }
     }

@@ -103,7 +103,10 @@ pub use memory::{Ledger, LedgerSnapshot};
 pub use metrics::{max_over_ranks, weighted_mean};
 pub use non_finite::NonFinite;
 pub use norm::GradNorm;
-pub use optim::{AdamW, LrSchedule, Optimizer, ParamGroup, ParamGroups, Sgd};
+pub use optim::{
+    AdamW, DeepSpeedSchedule, LrDecay, LrSchedule, Optimizer, ParamGroup, ParamGroups, Sgd,
+    WarmupType,
+};
 pub use param::{Param, ParamKind};
 pub use precision::GradAccumDType;
 pub use sampler::{DistributedSampler, Remainder};

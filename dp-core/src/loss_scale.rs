@@ -21,7 +21,10 @@ pub enum LossScaling {
 
 /// The rules of `torch.amp.GradScaler`, with its defaults. After a step whose gradients have a NaN or an infinity on any rank,
 /// all ranks skip the update and multiply the scale by `backoff_factor`; after `growth_interval` good steps in a row they
-/// multiply it by `growth_factor`, unless the product is no finite f32. It does not fall below 2^-24.
+/// multiply it by `growth_factor`, unless the product is no finite f32. It does not fall below `min_scale`.
+///
+/// DeepSpeed's rules are these with a `hysteresis`: so many overflows, since the scale has last grown, leave the scale as it
+/// is, but the last one; each of these steps is skipped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicLossScale {
     /// The first scale.
@@ -32,6 +35,13 @@ pub struct DynamicLossScale {
     pub backoff_factor: f64,
     /// Good steps in a row before the scale grows.
     pub growth_interval: u64,
+    /// The overflow from which on the scale falls (`hysteresis` in DeepSpeed); 1 for the first.
+    pub hysteresis: u64,
+    /// Count the overflows of the hysteresis anew after each good step, not only when the scale has grown
+    /// (`consecutive_hysteresis` in DeepSpeed).
+    pub consecutive_hysteresis: bool,
+    /// The least scale (`min_loss_scale` in DeepSpeed), 2^-24 or more: with that one, the greatest f16 number stands for 10^12.
+    pub min_scale: f64,
 }
 
 impl Default for DynamicLossScale {
@@ -41,6 +51,9 @@ impl Default for DynamicLossScale {
             growth_factor: 2.0,
             backoff_factor: 0.5,
             growth_interval: 2000,
+            hysteresis: 1,
+            consecutive_hysteresis: false,
+            min_scale: MIN_SCALE,
         }
     }
 }
@@ -81,13 +94,13 @@ impl LossScaling {
                 check("growth_factor", grows, growth, "above 1")?;
                 let shrinks = backoff > 0.0 && backoff < 1.0;
                 check("backoff_factor", shrinks, backoff, "between 0 and 1")?;
-                let interval = d.growth_interval;
-                check(
-                    "growth_interval",
-                    interval > 0,
-                    interval as f64,
-                    "at least 1",
-                )
+                let at_least_1 =
+                    |what, count: u64| check(what, count > 0, count as f64, "at least 1");
+                at_least_1("growth_interval", d.growth_interval)?;
+                at_least_1("hysteresis", d.hysteresis)?;
+                let min = d.min_scale;
+                let in_range = positive(min) && min <= init;
+                check("min_scale", in_range, min, "from 2^-24 to init_scale")
             }
         }
     }
@@ -102,10 +115,12 @@ pub struct LossScaleState {
     pub scale: f64,
     /// Good steps since the scale has changed (`_growth_tracker` in PyTorch).
     pub growth_tracker: u64,
+    /// Overflows that the hysteresis has absorbed.
+    #[serde(default)]
+    pub absorbed: u64,
 }
 
-/// With it the greatest f16 number stands for 10^12. No smaller scale would help, and near 0 there is nothing to divide by:
-/// PyTorch's scale goes on to 0.
+/// No smaller scale would help, and near 0 there is nothing to divide by: PyTorch's scale goes on to 0.
 pub(crate) const MIN_SCALE: f64 = 1.0 / (1u64 << 24) as f64;
 
 /// The scale and its rule.
@@ -126,6 +141,7 @@ impl LossScale {
         let state = |scale| LossScaleState {
             scale,
             growth_tracker: 0,
+            absorbed: 0,
         };
         Ok(Self {
             rule,
@@ -152,10 +168,17 @@ impl LossScale {
             return;
         };
         if overflow {
-            let shrunk = f64::from((state.scale * rule.backoff_factor) as f32);
-            state.scale = shrunk.max(MIN_SCALE);
             state.growth_tracker = 0;
+            if state.absorbed + 1 < rule.hysteresis {
+                state.absorbed += 1;
+            } else {
+                let shrunk = f64::from((state.scale * rule.backoff_factor) as f32);
+                state.scale = shrunk.max(rule.min_scale);
+            }
             return;
+        }
+        if rule.consecutive_hysteresis {
+            state.absorbed = 0;
         }
         state.growth_tracker += 1;
         // A checkpoint may come from a run with a longer interval.
@@ -165,6 +188,7 @@ impl LossScale {
                 state.scale = f64::from(grown);
             }
             state.growth_tracker = 0;
+            state.absorbed = 0;
         }
     }
 }
@@ -216,6 +240,30 @@ mod tests {
         Ok(())
     }
 
+    /// The scales of `DynamicLossScaler` of DeepSpeed 0.19.8 after these overflows, with a hysteresis of 2.
+    #[test]
+    fn hysteresis_follows_deepspeed() -> Result<()> {
+        let overflows = [true, false, true, true, false, true];
+        let scales = |consecutive_hysteresis, min_scale| -> Result<[f64; 6]> {
+            let rule = DynamicLossScale {
+                init_scale: 16.0,
+                hysteresis: 2,
+                consecutive_hysteresis,
+                min_scale,
+                ..DynamicLossScale::default()
+            };
+            let mut scale = LossScale::new(LossScaling::Dynamic(rule))?;
+            Ok(overflows.map(|overflow| {
+                scale.update(overflow);
+                scale.scale()
+            }))
+        };
+        assert_eq!(scales(false, 1.0)?, [16.0, 16.0, 8.0, 4.0, 4.0, 2.0]);
+        assert_eq!(scales(true, 1.0)?, [16.0, 16.0, 16.0, 8.0, 8.0, 8.0]);
+        assert_eq!(scales(false, 8.0)?, [16.0, 16.0, 8.0, 8.0, 8.0, 8.0]);
+        Ok(())
+    }
+
     #[test]
     fn a_tracker_beyond_the_interval_grows_at_once() -> Result<()> {
         let rule = DynamicLossScale {
@@ -226,6 +274,7 @@ mod tests {
         let saved = LossScaleState {
             scale: 2.0,
             growth_tracker: 5,
+            absorbed: 0,
         };
         scale.resume(Some(saved));
         scale.update(false);
@@ -270,6 +319,17 @@ mod tests {
                     ..d
                 }),
                 "growth_interval",
+            ),
+            (
+                LossScaling::Dynamic(DynamicLossScale { hysteresis: 0, ..d }),
+                "hysteresis",
+            ),
+            (
+                LossScaling::Dynamic(DynamicLossScale {
+                    min_scale: 1e30,
+                    ..d
+                }),
+                "min_scale",
             ),
         ];
         for (setting, name) in cases {

@@ -43,6 +43,8 @@ struct State {
     failure: Option<Error>,
     /// Wait only for the parameters in the loss's graph.
     find_unused: bool,
+    /// False: each reduction is waited for where it starts.
+    overlap: bool,
     /// Per parameter: it is used by the loss of this backward, so its bucket waits for it.
     expected: Vec<bool>,
     /// Per parameter: its gradient has appeared in this backward.
@@ -153,6 +155,7 @@ impl Reducer {
             hook_error: None,
             failure: None,
             find_unused: config.find_unused_parameters,
+            overlap: config.overlap_comm,
             expected: vec![true; num_params],
             arrived: vec![false; num_params],
             written: vec![false; num_params],
@@ -427,6 +430,7 @@ impl State {
             kept,
         });
         self.next_launch += 1;
+        while !self.overlap && self.collect_oldest()? {}
         Ok(())
     }
 

@@ -22,6 +22,9 @@ mod optimizer;
 
 mod estimate;
 
+pub mod config;
+
 pub use choose::trainer;
+pub use config::{BatchSizes, ConfigError, DeepSpeedConfig};
 pub use estimate::{BytesPerElement, ModelStates, Sharding, bytes_sent_per_step};
 pub use optimizer::{ZeroConfig, ZeroOptimizer, ZeroStage};

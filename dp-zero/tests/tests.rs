@@ -37,6 +37,9 @@ mod weights;
 /// Steps that are skipped or refused on all ranks together; schedules; ranks that have drifted apart.
 mod safeguards;
 
+/// DeepSpeed's configurations, read.
+mod config;
+
 /// Misuse, and what only some ranks do: named, or the right value.
 mod misuse;
 

@@ -1,11 +1,13 @@
 //! Optimizers that work on flat slices, so that a rank can update just the elements it owns.
 
 mod adamw;
+mod deepspeed_schedule;
 mod groups;
 mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
+pub use deepspeed_schedule::{DeepSpeedSchedule, LrDecay, WarmupType};
 pub use groups::{ParamGroup, ParamGroups};
 pub use schedule::LrSchedule;
 pub use sgd::Sgd;

@@ -1,5 +1,6 @@
 //! Learning-rate schedules: a factor on each group's learning rate, as a function of the optimizer steps taken.
 
+use super::DeepSpeedSchedule;
 use crate::error::{Error, Result};
 
 /// A learning-rate schedule. The rate of step `t = 0, 1, 2, ...` is the group's learning rate times [`factor(t)`]
@@ -43,6 +44,8 @@ pub enum LrSchedule {
         /// Factor of each decay.
         gamma: f64,
     },
+    /// `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR` of DeepSpeed, to the step.
+    DeepSpeed(DeepSpeedSchedule),
 }
 
 impl LrSchedule {
@@ -65,6 +68,7 @@ impl LrSchedule {
             Self::Step { step_size, gamma } => {
                 gamma.powi(i32::try_from(t / step_size.max(1)).unwrap_or(i32::MAX))
             }
+            Self::DeepSpeed(schedule) => schedule.factor(t),
         }
     }
 
@@ -91,6 +95,7 @@ impl LrSchedule {
                 Err(Error::invalid("step_size", "must be at least 1, got 0"))
             }
             Self::Step { gamma, .. } => fraction("gamma", gamma),
+            Self::DeepSpeed(schedule) => schedule.validate(),
             _ => Ok(()),
         }
     }
