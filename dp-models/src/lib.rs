@@ -62,7 +62,8 @@ mod ids;
 pub use gpt::{Gpt, GptConfig, Sampling};
 pub use layers::{
     CausalMask, CausalSelfAttention, Dropout, LayerNorm, RmsNorm, Rotary, RotaryPairs, SwiGlu,
-    attention, cross_entropy, embed, gelu_erf, gelu_tanh, linear, linear_gelu, silu_gated, softmax,
+    attention, cross_entropy, embed, embedding, gelu_erf, gelu_tanh, linear, linear_gelu,
+    silu_gated, softmax,
 };
 pub use mlp::{Activation, Mlp, MlpConfig};
 pub use tokens::ByteTokens;
