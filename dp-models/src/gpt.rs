@@ -27,21 +27,20 @@
 
 mod block;
 mod config;
-mod generate;
 mod load;
 
-use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{Init, VarBuilder};
+use candle_core::{Module, Result, Tensor};
+use candle_nn::VarBuilder;
 
 pub use config::GptConfig;
-pub use generate::Sampling;
 
-use crate::ids::check_ids;
-use crate::layers::{CausalMask, LayerNorm, cross_entropy, embed, linear};
+use crate::causal_lm::CausalLm;
+use crate::init::{self, normal_weight};
+use crate::layers::{CausalMask, LayerNorm, embed};
+use crate::model_config::ModelConfig;
 use block::Block;
 
 const LAYER_NORM_EPS: f64 = 1e-5;
-const INIT_STDEV: f64 = 0.02;
 
 /// A decoder of the GPT-2 shape; see the [module page](self) for its formula and its parameters.
 ///
@@ -78,8 +77,8 @@ impl Gpt {
         config.validate()?;
         let (vocab_size, width) = (config.vocab_size, config.width);
 
-        let wte = normal((vocab_size, width), INIT_STDEV, &vb.pp("wte"))?;
-        let wpe = normal((config.context, width), INIT_STDEV, &vb.pp("wpe"))?;
+        let wte = normal_weight((vocab_size, width), init::STDEV, &vb.pp("wte"))?;
+        let wpe = normal_weight((config.context, width), init::STDEV, &vb.pp("wpe"))?;
         let blocks = (0..config.layers)
             .map(|idx| Block::new(config, vb.pp("blocks").pp(idx)))
             .collect::<Result<_>>()?;
@@ -87,7 +86,7 @@ impl Gpt {
         let head = if config.tied_head {
             wte.clone()
         } else {
-            normal((vocab_size, width), INIT_STDEV, &vb.pp("head"))?
+            normal_weight((vocab_size, width), init::STDEV, &vb.pp("head"))?
         };
 
         Ok(Self {
@@ -106,46 +105,33 @@ impl Gpt {
         &self.config
     }
 
-    /// Logits `[B, T, V]` of the token after each position, for `tokens` `[B, T]` u32 with `1 <= T <= context`.
-    ///
-    /// The logits at a position depend on tokens up to it and on none after it.
+    /// [`CausalLm::forward`]: logits `[B, T, V]` for `tokens` `[B, T]` u32 with `1 <= T <= context`.
     ///
     /// # Errors
     ///
-    /// `tokens` has another rank or dtype, is empty, is longer than the context, or (checked on the CPU) contains an id that
-    /// is not below `vocab_size`.
+    /// [`CausalLm::forward`].
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        let hidden = self.hidden("tokens", tokens)?;
-        let (batch, len) = tokens.dims2()?;
-        let logits = linear(&hidden, &self.head, None)?;
-        logits.reshape((batch, len, self.config.vocab_size))
+        CausalLm::forward(self, tokens)
     }
 
-    /// The mean [`cross_entropy`] over all positions: a scalar, for `inputs` and `targets` `[B, T]` u32.
+    /// [`CausalLm::loss`]: the mean cross-entropy, a scalar, for `inputs` and `targets` `[B, T]` u32.
     ///
     /// # Errors
     ///
-    /// As [`forward`](Self::forward), for the targets, too; or the two shapes differ.
+    /// [`CausalLm::loss`].
     pub fn loss(&self, inputs: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        if inputs.shape() != targets.shape() {
-            bail!(
-                "inputs {:?} and targets {:?} must have one shape",
-                inputs.shape(),
-                targets.shape()
-            )
-        }
-        let hidden = self.hidden("inputs", inputs)?;
-        cross_entropy(&linear(&hidden, &self.head, None)?, &targets.flatten_all()?)
+        CausalLm::loss(self, inputs, targets)
+    }
+}
+
+impl CausalLm for Gpt {
+    fn model_config(&self) -> ModelConfig {
+        self.config.clone().into()
     }
 
-    /// What the head is applied to, `[B T, D]`; `what` names the tokens in an error.
-    ///
-    /// From the embedding on, a batch is a matrix with one row per position: a linear layer is then one matrix product, and no
-    /// reshape is recorded for the backward pass.
-    fn hidden(&self, what: &str, tokens: &Tensor) -> Result<Tensor> {
-        let len = self.check_tokens(what, tokens)?;
+    fn hidden_states(&self, tokens: &Tensor) -> Result<Tensor> {
+        let (_, len) = tokens.dims2()?;
         let mask = self.mask.get(len)?;
-
         let mut hidden = embed(tokens, &self.wte, &self.wpe)?;
         for block in &self.blocks {
             hidden = block.forward(&hidden, &mask)?;
@@ -153,23 +139,7 @@ impl Gpt {
         self.lnf.forward(&hidden)
     }
 
-    fn check_tokens(&self, what: &str, tokens: &Tensor) -> Result<usize> {
-        let [batch, len] = *tokens.dims() else {
-            bail!("{what} must be [B, T], got {:?}", tokens.shape())
-        };
-        if batch == 0 || len == 0 {
-            bail!("{what} must not be empty, got {:?}", tokens.shape())
-        }
-        if len > self.config.context {
-            let context = self.config.context;
-            bail!("{what} of length {len} are longer than the context of {context}")
-        }
-        check_ids(what, tokens, self.config.vocab_size)?;
-        Ok(len)
+    fn head(&self) -> &Tensor {
+        &self.head
     }
-}
-
-/// The parameter `weight` of `vb`, normally distributed around zero.
-fn normal(shape: (usize, usize), stdev: f64, vb: &VarBuilder) -> Result<Tensor> {
-    vb.get_with_hints(shape, "weight", Init::Randn { mean: 0., stdev })
 }

@@ -30,7 +30,7 @@ pub use causal_mask::CausalMask;
 pub use causal_self_attention::{CausalSelfAttention, attention};
 pub use cross_entropy::cross_entropy;
 pub use dropout::Dropout;
-pub use embedding::embed;
+pub use embedding::{embed, embedding};
 pub use gelu::{gelu_erf, gelu_tanh};
 pub use layer_norm::LayerNorm;
 pub use linear::{linear, linear_gelu};

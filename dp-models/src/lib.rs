@@ -13,7 +13,10 @@
 //! 4. A last [`LayerNorm`], and the head turns every position into `V` logits. The tied head is the token embedding itself.
 //! 5. [`cross_entropy`] is the mean over all positions of the batch, one scalar on which `backward()` is called.
 //!
-//! For decoders of the Llama shape there are [`RmsNorm`], [`SwiGlu`] and [`Rotary`], and for others [`gelu_erf`] and [`Dropout`].
+//! [`Llama`] is the other decoder, with [`RmsNorm`], [`SwiGlu`], and [`Rotary`] positions in an attention whose queries may share
+//! keys and values. [`ModelConfig`] is the shape of either, as a config file has it, and builds a [`CausalLm`]: what a program
+//! trains, asks for a loss and lets [`generate`](CausalLm::generate) when it does not care which one it is. For other models
+//! there are [`gelu_erf`] and [`Dropout`].
 //!
 //! # Dtypes
 //!
@@ -52,17 +55,28 @@
 pub mod tokens;
 
 pub mod gpt;
+pub mod llama;
 pub mod mlp;
+
+mod causal_lm;
+mod generate;
+mod model_config;
 
 pub mod kernels;
 mod layers;
 
 mod ids;
+mod init;
 
-pub use gpt::{Gpt, GptConfig, Sampling};
+pub use causal_lm::CausalLm;
+pub use generate::Sampling;
+pub use gpt::{Gpt, GptConfig};
 pub use layers::{
     CausalMask, CausalSelfAttention, Dropout, LayerNorm, RmsNorm, Rotary, RotaryPairs, SwiGlu,
-    attention, cross_entropy, embed, gelu_erf, gelu_tanh, linear, linear_gelu, silu_gated, softmax,
+    attention, cross_entropy, embed, embedding, gelu_erf, gelu_tanh, linear, linear_gelu,
+    silu_gated, softmax,
 };
+pub use llama::{Llama, LlamaConfig};
 pub use mlp::{Activation, Mlp, MlpConfig};
+pub use model_config::ModelConfig;
 pub use tokens::ByteTokens;

@@ -1,6 +1,6 @@
 use candle_core::{DType, IndexOp, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use dp_models::{Activation, GptConfig, Mlp, MlpConfig, Sampling, cross_entropy};
+use dp_models::{Activation, CausalLm, GptConfig, Mlp, MlpConfig, Sampling, cross_entropy};
 
 use crate::support::{CPU, assert_close, assert_err, names, new_gpt, seeded_gpt, tiny, var};
 
@@ -161,9 +161,16 @@ fn generate_errors_name_the_argument() {
     }
     let sampling = Sampling {
         top_k: Some(0),
-        ..greedy
+        ..greedy.clone()
     };
     assert_err(gpt.generate(&[0], 1, &sampling), "top_k");
+    for top_p in [0., -0.5, 1.5, f64::NAN] {
+        let sampling = Sampling {
+            top_p: Some(top_p),
+            ..greedy.clone()
+        };
+        assert_err(gpt.generate(&[0], 1, &sampling), "top_p must be above 0");
+    }
 }
 
 /// Sampling is reproducible, `top_k: Some(1)` is greedy, and a prompt longer than the context is cut from the left.
@@ -174,6 +181,7 @@ fn generate_follows_its_sampling() {
         let sampling = Sampling {
             temperature,
             top_k,
+            top_p: None,
             seed,
         };
         gpt.generate(prompt, 20, &sampling).unwrap()

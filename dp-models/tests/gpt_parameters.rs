@@ -1,48 +1,8 @@
-use std::sync::{Arc, Mutex};
-
-use candle_core::{DType, Device, Result, Shape, Tensor};
-use candle_nn::var_builder::SimpleBackend;
+use candle_core::DType;
 use candle_nn::{Init, VarBuilder};
 use dp_models::{Gpt, GptConfig};
 
-use crate::support::{CPU, assert_err, new_gpt, tiny};
-
-/// Name, shape and initial values of a parameter.
-type Request = (String, Vec<usize>, Init);
-
-/// Notes what a model asks its `VarBuilder` for, in order.
-#[derive(Clone, Default)]
-struct Recorder(Arc<Mutex<Vec<Request>>>);
-
-impl SimpleBackend for Recorder {
-    fn get(
-        &self,
-        shape: Shape,
-        name: &str,
-        init: Init,
-        dtype: DType,
-        dev: &Device,
-    ) -> Result<Tensor> {
-        let entry = (name.to_string(), shape.dims().to_vec(), init);
-        self.0.lock().unwrap().push(entry);
-        Tensor::zeros(shape, dtype, dev)
-    }
-
-    fn get_unchecked(&self, _: &str, _: DType, _: &Device) -> Result<Tensor> {
-        unreachable!("the model knows its shapes")
-    }
-
-    fn contains_tensor(&self, _: &str) -> bool {
-        true
-    }
-}
-
-fn record(config: &GptConfig) -> Vec<Request> {
-    let recorder = Recorder::default();
-    let vb = VarBuilder::from_backend(Box::new(recorder.clone()), DType::F32, CPU);
-    Gpt::new(config, vb).unwrap();
-    std::mem::take(&mut *recorder.0.lock().unwrap())
-}
+use crate::support::{CPU, assert_err, new_gpt, record, tiny};
 
 #[test]
 fn parameters_are_created_in_forward_order_with_gpt2_values() {
@@ -74,7 +34,7 @@ fn parameters_are_created_in_forward_order_with_gpt2_values() {
             tied_head,
             ..tiny()
         };
-        let got = record(&config);
+        let got = record(&config.into());
         let expected = &expected[..expected.len() - usize::from(tied_head)];
         assert_eq!(got.len(), expected.len());
         for ((name, shape, init), (want_name, want_shape, want_stdev)) in got.iter().zip(expected) {

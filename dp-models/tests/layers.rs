@@ -1,8 +1,8 @@
 use candle_core::{DType, Module, Result, Tensor, Var};
 use candle_nn::{Linear, VarBuilder, VarMap};
 use dp_models::{
-    Activation, CausalMask, CausalSelfAttention, LayerNorm, Mlp, MlpConfig, attention,
-    cross_entropy, gelu_tanh, softmax,
+    Activation, CausalMask, CausalSelfAttention, LayerNorm, Mlp, MlpConfig, Rotary, RotaryPairs,
+    attention, cross_entropy, gelu_tanh, softmax,
 };
 
 use crate::support::{CPU, Fixture, assert_close, assert_close_within, assert_err, names};
@@ -233,14 +233,32 @@ fn layers_refuse_shapes_that_would_broadcast() {
     let linear = |out: usize, input: usize| Linear::new(ones(&[out, input]), None);
     assert_err(
         CausalSelfAttention::new(linear(12, 6), linear(6, 6), 2),
-        "qkv [3 D, D]",
+        "qkv [18, 6]",
     );
     assert_err(
         CausalSelfAttention::new(linear(18, 6), linear(6, 6), 4),
         "4 heads",
     );
     let attention = CausalSelfAttention::new(linear(18, 6), linear(6, 6), 2).unwrap();
+    let grouped = |kv_heads| CausalSelfAttention::grouped(linear(14, 6), linear(6, 6), 3, kv_heads);
+    assert_err(grouped(2), "share 2 heads of keys and values among 3 heads");
+    assert_err(grouped(0), "share 0 heads");
+    assert_err(grouped(1), "qkv [10, 6]");
+    let rotary =
+        |head_width| Rotary::new(head_width, 2, 1e4, RotaryPairs::Halves, DType::F32, &CPU);
+    let pairs = CausalSelfAttention::new(linear(18, 6), linear(6, 6), 3).unwrap();
+    assert_err(
+        pairs.clone().with_rotary(rotary(4).unwrap()),
+        "heads of 2 features got a Rotary for 4",
+    );
     let mask = CausalMask::new(DType::F32, &CPU).get(4).unwrap();
+    assert_err(
+        pairs
+            .with_rotary(rotary(2).unwrap())
+            .unwrap()
+            .forward(&ones(&[8, 6]), &mask),
+        "length 4, but its Rotary has 2 positions",
+    );
     assert_err(
         attention.forward(&ones(&[6, 6]), &mask),
         "6 rows, which are not sequences of the mask's length 4",

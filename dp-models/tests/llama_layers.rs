@@ -4,8 +4,10 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::{VarBuilder, VarMap};
-use dp_models::{RmsNorm, Rotary, RotaryPairs, SwiGlu, silu_gated};
+use candle_nn::{Linear, VarBuilder, VarMap};
+use dp_models::{
+    CausalMask, CausalSelfAttention, RmsNorm, Rotary, RotaryPairs, SwiGlu, embedding, silu_gated,
+};
 
 use crate::gradcheck::{
     Layer, check, check_differences, check_empty, check_frozen, check_node, random,
@@ -310,4 +312,62 @@ fn errors_name_what_does_not_fit() {
     assert_err(at(&[1, 8]), "positions contain the id 8");
     let wide = ones(&[2, 4]).to_dtype(DType::F64).unwrap();
     assert_err(rotary.forward(&wide, 0), "dtype mismatch");
+}
+
+/// Grouped queries with rotation, in both kinds of pairs: one head of keys for all, one for some, one for each. Lengths around
+/// the size of a tile.
+#[test]
+fn grouped_rotary_attention_of_odd_shapes() {
+    for (batch, len, heads, kv_heads, head_width) in [
+        (1, 1, 2, 1, 2),
+        (2, 5, 4, 2, 4),
+        (1, 65, 6, 2, 8),
+        (1, 66, 3, 1, 6),
+        (2, 7, 3, 3, 2),
+    ] {
+        let (width, out) = (heads * head_width, (heads + 2 * kv_heads) * head_width);
+        for pairs in PAIRS {
+            let layer: Layer<'_> = &|t| {
+                let linear = |t: &Tensor| Linear::new(t.clone(), None);
+                let attention =
+                    CausalSelfAttention::grouped(linear(&t[1]), linear(&t[2]), heads, kv_heads)?
+                        .with_rotary(rotary(head_width, pairs, t[0].dtype()))?;
+                attention.forward(&t[0], &CausalMask::new(t[0].dtype(), &CPU).get(len)?)
+            };
+            let scaled =
+                |seed, shape: &[usize]| (random(seed, shape) * (width as f64).powf(-0.5)).unwrap();
+            let inputs = [
+                random(9, &[batch * len, width]),
+                scaled(10, &[out, width]),
+                scaled(12, &[width, width]),
+            ];
+            let what = format!("{heads} heads that share {kv_heads}, {pairs:?}");
+            check(&what, layer, &inputs);
+            if len <= 5 {
+                check_differences(&what, layer, &inputs);
+            }
+        }
+    }
+}
+
+/// Ids that repeat, more ids than one chunk takes, and none.
+#[test]
+fn embedding_of_tokens() {
+    for (batch, len, width) in [(2, 3, 5), (1, 1, 1), (3, 1000, 7)] {
+        let ids: Vec<u32> = (0..batch * len).map(|i| (i * i % 11) as u32).collect();
+        let tokens = Tensor::from_vec(ids, (batch, len), &CPU).unwrap();
+        let inputs = [random(3, &[11, width])];
+        check_node("embedding", &|t| embedding(&tokens, &t[0]), &inputs);
+    }
+    let tokens = Tensor::zeros((0, 3), DType::U32, &CPU).unwrap();
+    check_empty(
+        "embedding",
+        &|t| embedding(&tokens, &t[0]),
+        &[random(3, &[4, 2])],
+    );
+    let weight = random(3, &[4, 2]);
+    assert_err(
+        embedding(&Tensor::new(&[[4u32]], &CPU).unwrap(), &weight),
+        "tokens contain the id 4",
+    );
 }

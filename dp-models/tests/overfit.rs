@@ -1,5 +1,5 @@
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
-use dp_models::{ByteTokens, GptConfig, Sampling};
+use dp_models::{ByteTokens, CausalLm, GptConfig, Sampling};
 
 use crate::support::{CPU, seeded_gpt};
 

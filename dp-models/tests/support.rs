@@ -1,9 +1,11 @@
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{VarBuilder, VarMap};
-use dp_models::{Gpt, GptConfig};
+use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder, VarMap};
+use dp_models::{CausalLm, Gpt, GptConfig, LlamaConfig, ModelConfig};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -87,10 +89,24 @@ pub fn new_gpt(config: &GptConfig, dtype: DType) -> (Gpt, VarMap) {
 /// A GPT with the same values in each run, which candle's own CPU init cannot give. Biases and norms are random, too.
 pub fn seeded_gpt(config: &GptConfig, seed: u64) -> (Gpt, VarMap) {
     let (gpt, mut vars) = new_gpt(config, DType::F32);
+    seed_values(&mut vars, seed);
+    (gpt, vars)
+}
+
+/// [`seeded_gpt`] for any decoder.
+pub fn seeded(config: &ModelConfig, seed: u64) -> (Box<dyn CausalLm>, VarMap) {
+    let mut vars = VarMap::new();
+    let model = config.build(VarBuilder::from_varmap(&vars, DType::F32, &CPU));
+    seed_values(&mut vars, seed);
+    (model.unwrap(), vars)
+}
+
+fn seed_values(vars: &mut VarMap, seed: u64) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    for name in names(&vars) {
-        let old = var(&vars, &name);
-        let mean = if name.contains("ln") && name.ends_with("weight") {
+    for name in names(vars) {
+        let old = var(vars, &name);
+        let is_norm = name.contains("ln") || name.contains("norm");
+        let mean = if is_norm && name.ends_with("weight") {
             1.
         } else {
             0.
@@ -101,7 +117,6 @@ pub fn seeded_gpt(config: &GptConfig, seed: u64) -> (Gpt, VarMap) {
         let new = Tensor::from_vec(values, old.shape(), &CPU).unwrap();
         vars.set_one(&name, &new).unwrap();
     }
-    (gpt, vars)
 }
 
 pub fn tiny() -> GptConfig {
@@ -113,4 +128,58 @@ pub fn tiny() -> GptConfig {
         layers: 2,
         tied_head: false,
     }
+}
+
+/// As [`tiny`], with grouped queries.
+pub fn tiny_llama() -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 11,
+        context: 6,
+        width: 8,
+        heads: 4,
+        kv_heads: Some(2),
+        hidden: 5,
+        layers: 2,
+        tied_head: false,
+        rope_theta: 100.,
+        rms_norm_eps: 1e-5,
+    }
+}
+
+/// Name, shape and initial values of a parameter.
+pub type Request = (String, Vec<usize>, Init);
+
+/// Notes what a model asks its `VarBuilder` for, in order.
+#[derive(Clone, Default)]
+struct Recorder(Arc<Mutex<Vec<Request>>>);
+
+impl SimpleBackend for Recorder {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        dev: &Device,
+    ) -> Result<Tensor> {
+        let entry = (name.to_string(), shape.dims().to_vec(), init);
+        self.0.lock().unwrap().push(entry);
+        Tensor::zeros(shape, dtype, dev)
+    }
+
+    fn get_unchecked(&self, _: &str, _: DType, _: &Device) -> Result<Tensor> {
+        unreachable!("the model knows its shapes")
+    }
+
+    fn contains_tensor(&self, _: &str) -> bool {
+        true
+    }
+}
+
+/// What a model asks for when it is made, in order.
+pub fn record(config: &ModelConfig) -> Vec<Request> {
+    let recorder = Recorder::default();
+    let vb = VarBuilder::from_backend(Box::new(recorder.clone()), DType::F32, CPU);
+    config.build(vb).unwrap();
+    std::mem::take(&mut *recorder.0.lock().unwrap())
 }

@@ -41,3 +41,9 @@ mod pytorch_values;
 
 /// 16-bit models: mixtures with f32, training, memory of activations.
 mod sixteen_bit;
+
+/// A Llama: against Hugging Face (logits, loss, every gradient); its parameters; how it behaves; config errors.
+mod llama;
+
+/// Any decoder from a config: JSON, its schema, errors, generation.
+mod model_config;

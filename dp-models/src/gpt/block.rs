@@ -3,7 +3,8 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
-use super::{GptConfig, INIT_STDEV, LAYER_NORM_EPS, normal};
+use super::{GptConfig, LAYER_NORM_EPS};
+use crate::init::{self, normal_weight, residual_stdev};
 use crate::layers::{CausalSelfAttention, LayerNorm, linear, linear_gelu};
 
 /// Weight and bias of a linear layer.
@@ -31,15 +32,14 @@ pub(super) struct Block {
 impl Block {
     pub(super) fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
         let width = config.width;
-        // 2 layers projections add to the residual stream; so scaled, they leave its variance as it was (GPT-2, section 2.3).
-        let residual_stdev = INIT_STDEV / (2. * config.layers as f64).sqrt();
+        let residual_stdev = residual_stdev(config.layers);
 
         let ln1 = LayerNorm::new(width, LAYER_NORM_EPS, vb.pp("ln1"))?;
-        let qkv = affine(width, 3 * width, INIT_STDEV, vb.pp("qkv"))?;
+        let qkv = affine(width, 3 * width, init::STDEV, vb.pp("qkv"))?;
         let proj = affine(width, width, residual_stdev, vb.pp("proj"))?;
         let attention = CausalSelfAttention::new(qkv.into(), proj.into(), config.heads)?;
         let ln2 = LayerNorm::new(width, LAYER_NORM_EPS, vb.pp("ln2"))?;
-        let fc = affine(width, 4 * width, INIT_STDEV, vb.pp("fc"))?;
+        let fc = affine(width, 4 * width, init::STDEV, vb.pp("fc"))?;
         let out = affine(4 * width, width, residual_stdev, vb.pp("out"))?;
         Ok(Self {
             ln1,
@@ -60,7 +60,7 @@ impl Block {
 
 /// A linear layer with GPT-2's initial values: a normal weight, a zero bias.
 fn affine(input: usize, output: usize, stdev: f64, vb: VarBuilder) -> Result<Affine> {
-    let weight = normal((output, input), stdev, &vb)?;
+    let weight = normal_weight((output, input), stdev, &vb)?;
     let bias = vb.get_with_hints(output, "bias", Init::Const(0.))?;
     Ok(Affine { weight, bias })
 }

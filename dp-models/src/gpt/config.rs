@@ -1,22 +1,32 @@
 //! The shape of a GPT, and what follows from it.
 
 use candle_core::{Result, bail};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
-/// The shape of a [`Gpt`](super::Gpt).
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A decoder of the GPT-2 shape: learned positions, LayerNorm, GELU, biases.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct GptConfig {
-    /// `V`, the number of different tokens.
+    /// `V`, the number of different tokens. Absent or 0: taken from the tokenizer.
+    #[serde(default)]
     pub vocab_size: usize,
-    /// The longest sequence, and the number of position embeddings.
+    /// The longest sequence, in tokens, and the number of position embeddings.
     pub context: usize,
     /// `D`, features of a position between the blocks; a multiple of `heads`.
     pub width: usize,
-    /// Attention heads of a block.
+    /// Attention heads in each block.
     pub heads: usize,
     /// Number of blocks.
     pub layers: usize,
     /// Whether the head uses the token embedding as its weight (Press and Wolf, arXiv 1608.05859), as GPT-2 does.
+    /// Absent: it does.
+    #[serde(default = "default_tied_head")]
     pub tied_head: bool,
+}
+
+fn default_tied_head() -> bool {
+    true
 }
 
 impl GptConfig {

@@ -11,13 +11,18 @@ use super::vector::{exp, max, sum, sum2};
 /// Queries of a tile.
 const ROWS: usize = 64;
 
-/// How `[B T, 3 D]` is cut into heads: a row is all queries, all keys, all values; within each, head after head.
+/// How `[B T, (H + 2 K) E]` is cut into heads: a row is all queries, all keys, all values; within each, head after head.
+///
+/// Consecutive query heads share a head of keys and values, `H / K` of them (grouped-query attention, Ainslie et al.,
+/// arXiv 2305.13245); with `K = H` each has its own.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Heads {
     /// `T`
     pub len: usize,
-    /// `H`
+    /// `H`, heads of queries
     pub heads: usize,
+    /// `K`, heads of keys, and of values; they divide `H`
+    pub kv_heads: usize,
     /// `E = D / H`
     pub head_width: usize,
 }
@@ -28,11 +33,27 @@ impl Heads {
         self.heads * self.head_width
     }
 
+    /// `(H + 2 K) E`, numbers of a row of queries, keys and values.
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_width
+    }
+
     fn scale(&self) -> f32 {
         (self.head_width as f32).sqrt().recip()
     }
 
-    /// `rows` positions from `first` on of part 0 (queries), 1 (keys) or 2 (values) of a head of one sequence.
+    /// Where in a row part 0 (queries), 1 (keys) or 2 (values) of a query head begins.
+    fn offset(&self, part: usize, head: usize) -> usize {
+        let kv_head = head / (self.heads / self.kv_heads);
+        let before = match part {
+            0 => head,
+            1 => self.heads + kv_head,
+            _ => self.heads + self.kv_heads + kv_head,
+        };
+        before * self.head_width
+    }
+
+    /// `rows` positions from `first` on of part 0 (queries), 1 (keys) or 2 (values) of a query head of one sequence.
     fn part<'a>(
         &self,
         sequence: &'a [f32],
@@ -41,8 +62,8 @@ impl Heads {
         first: usize,
         rows: usize,
     ) -> Mat<'a> {
-        let stride = 3 * self.width();
-        let start = first * stride + part * self.width() + head * self.head_width;
+        let stride = self.qkv_width();
+        let start = first * stride + self.offset(part, head);
         Mat::strided(&sequence[start..], rows, self.head_width, stride)
     }
 
@@ -62,7 +83,7 @@ impl Heads {
     }
 }
 
-/// `softmax(q k^T / sqrt(E) + causal mask) v` for each head of one sequence: `qkv` `[T, 3 D]` to `out` `[T, D]`.
+/// `softmax(q k^T / sqrt(E) + causal mask) v` for each head of one sequence: `qkv` `[T, (H + 2 K) E]` to `out` `[T, D]`.
 pub(crate) fn attention_forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
     let mut scores = vec![0f32; ROWS.min(heads.len) * heads.len];
     for (head, first, rows) in heads.tiles() {
@@ -86,7 +107,7 @@ pub(crate) fn attention_forward(qkv: &[f32], heads: Heads, out: &mut [f32]) {
 /// The gradient of `qkv`, from that of the output, for one sequence. `dqkv` is zeros.
 ///
 /// With the probabilities `P` of a tile: `dV += P^T dO`, `dP = dO V^T`, `dS = P (dP - rowsum(dO O)) / sqrt(E)`, `dQ = dS K`,
-/// `dK += dS^T Q`.
+/// `dK += dS^T Q`. The query heads that share keys and values add to one `dK` and `dV`, one head after the other.
 pub(crate) fn attention_backward(
     qkv: &[f32],
     out: &[f32],
@@ -96,7 +117,7 @@ pub(crate) fn attention_backward(
 ) {
     let size = ROWS.min(heads.len) * heads.len;
     let (mut scores, mut grads) = (vec![0f32; size], vec![0f32; size]);
-    let stride = 3 * heads.width();
+    let stride = heads.qkv_width();
     for (head, first, rows) in heads.tiles() {
         let keys = first + rows;
         let (p, ds) = (&mut scores[..rows * keys], &mut grads[..rows * keys]);
@@ -106,9 +127,7 @@ pub(crate) fn attention_backward(
             heads.part(qkv, 2, head, 0, keys),
         );
         let grad_rows = heads.output(grad, head, first, rows);
-        let at = |part: usize, position: usize| {
-            (3 * position + part) * heads.width() + head * heads.head_width
-        };
+        let at = |part: usize, position: usize| position * stride + heads.offset(part, head);
         probabilities(qkv, heads, head, first, rows, p);
         matmul(
             &mut dqkv[at(2, 0)..],

@@ -16,6 +16,17 @@ pub enum RotaryPairs {
     Interleaved,
 }
 
+type Rotation = fn(&[f32], (&[f32], &[f32]), usize, usize, &mut [f32]);
+
+impl RotaryPairs {
+    fn kernel(self) -> Rotation {
+        match self {
+            Self::Halves => kernels::rotate_halves,
+            Self::Interleaved => kernels::rotate_interleaved,
+        }
+    }
+}
+
 /// Rotary position embeddings (Su et al., arXiv 2104.09864), for the queries and keys of an attention: at position `p` the
 /// `i`-th pair of features is rotated by the angle `a = p theta^(-2 i / E)`:
 ///
@@ -126,6 +137,43 @@ impl Rotary {
         self.rotate(x, rows(&self.cos)?, rows(&self.sin)?)
     }
 
+    /// `E`
+    pub(super) fn head_width(&self) -> Result<usize> {
+        Ok(2 * self.cos.dim(1)?)
+    }
+
+    /// The cosines, `[positions, E / 2]`.
+    pub(super) fn cos(&self) -> &Tensor {
+        &self.cos
+    }
+
+    /// Rotates the first `num` features of each row of `x`, heads of `E` features that lie side by side; row `p` is position
+    /// `p`. `x` is `[T, stride]`. With `back` the angles are negative, which is the backward pass.
+    pub(super) fn rotate_rows(
+        &self,
+        x: &mut [f32],
+        stride: usize,
+        num: usize,
+        back: bool,
+    ) -> Result<()> {
+        let half = self.cos.dim(1)?;
+        let (cos, sin) = (Values::of(&self.cos), Values::of(&self.sin));
+        let (cos, sin) = (cos.numbers()?.to_f32(), sin.numbers()?.to_f32());
+        let rotate = self.pairs.kernel();
+        let mut old = vec![0f32; num];
+        let mut signed = vec![0f32; half];
+        for (p, row) in x.chunks_exact_mut(stride).enumerate() {
+            let angle = p * half..(p + 1) * half;
+            signed.copy_from_slice(&sin[angle.clone()]);
+            if back {
+                signed.iter_mut().for_each(|sin| *sin = -*sin);
+            }
+            old.copy_from_slice(&row[..num]);
+            rotate(&old, (&cos[angle], &signed), half, 0, &mut row[..num]);
+        }
+        Ok(())
+    }
+
     /// Checks shape and dtype of `x`; returns its `T`.
     fn check(&self, x: &Tensor) -> Result<usize> {
         let width = 2 * self.cos.dim(1)?;
@@ -182,10 +230,7 @@ impl Rotate {
         let (len, half) = self.cos.dims2()?;
         let (cos, sin) = (Values::of(&self.cos), Values::of(sin));
         let (cos, sin) = (cos.numbers()?.to_f32(), sin.numbers()?.to_f32());
-        let rotate = match self.pairs {
-            RotaryPairs::Halves => kernels::rotate_halves,
-            RotaryPairs::Interleaved => kernels::rotate_interleaved,
-        };
+        let rotate = self.pairs.kernel();
         let rows = (ELEMENTS / (2 * half)).max(1);
         let chunk = rows * 2 * half;
         let (y, _) = map([(x, chunk)], Output::rows(x, chunk), |idx, [x], y| {

@@ -1,8 +1,8 @@
 //! The gated multi-layer perceptron of Llama.
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Module, Result, Shape, Tensor, bail};
-use candle_nn::VarBuilder;
 use candle_nn::init::DEFAULT_KAIMING_NORMAL;
+use candle_nn::{Init, VarBuilder};
 
 use super::chunks::{ELEMENTS, Output, map};
 use super::linear;
@@ -73,17 +73,32 @@ impl SwiGlu {
     ///
     /// A size of zero, or whatever `vb` reports: a missing name, or another shape.
     pub fn new(width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
+        let init = DEFAULT_KAIMING_NORMAL;
+        Self::with_init(width, hidden, init, init, vb)
+    }
+
+    /// As [`new`](Self::new), with initial values `init` for `gate_proj` and `up_proj`, and `down_init` for `down_proj`.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn with_init(
+        width: usize,
+        hidden: usize,
+        init: Init,
+        down_init: Init,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         if width == 0 || hidden == 0 {
             bail!("SwiGlu: width ({width}) and hidden ({hidden}) must not be zero")
         }
-        let weight = |name: &str, out: usize, input: usize| {
-            vb.pp(name)
-                .get_with_hints((out, input), "weight", DEFAULT_KAIMING_NORMAL)
+        let weight = |name: &str, shape: (usize, usize), init: Init| {
+            vb.pp(name).get_with_hints(shape, "weight", init)
         };
         Ok(Self {
-            gate_proj: weight("gate_proj", hidden, width)?,
-            up_proj: weight("up_proj", hidden, width)?,
-            down_proj: weight("down_proj", width, hidden)?,
+            gate_proj: weight("gate_proj", (hidden, width), init)?,
+            up_proj: weight("up_proj", (hidden, width), init)?,
+            down_proj: weight("down_proj", (width, hidden), down_init)?,
         })
     }
 }
