@@ -23,10 +23,13 @@
 //! | `lnf.{weight,bias}` | `[D]` | ones, zeros |
 //! | `head.weight`, absent with the tied head | `[V, D]` | normal, std 0.02 |
 //!
+//! [`hugging_face`] converts published GPT-2 checkpoints to these names and back.
+//!
 //! Reduce buckets are filled in reverse creation order, so they fill in the order in which backward finishes the gradients.
 
 mod block;
 mod config;
+pub mod hugging_face;
 mod load;
 
 use candle_core::{Module, Result, Tensor};

@@ -16,7 +16,7 @@
 //! [`Llama`] is the other decoder, with [`RmsNorm`], [`SwiGlu`], and [`Rotary`] positions in an attention whose queries may share
 //! keys and values. [`ModelConfig`] is the shape of either, as a config file has it, and builds a [`CausalLm`]: what a program
 //! trains, asks for a loss and lets [`generate`](CausalLm::generate) when it does not care which one it is. For other models
-//! there are [`gelu_erf`] and [`Dropout`].
+//! there are [`gelu_erf`] and [`Dropout`]. [`gpt::hugging_face`] converts published GPT-2 checkpoints, in both directions.
 //!
 //! # Dtypes
 //!
@@ -54,6 +54,7 @@
 
 pub mod tokens;
 
+pub mod activations;
 pub mod gpt;
 pub mod llama;
 pub mod mlp;
@@ -67,7 +68,9 @@ mod layers;
 
 mod ids;
 mod init;
+mod safetensors_file;
 
+pub use activations::Activations;
 pub use causal_lm::CausalLm;
 pub use generate::Sampling;
 pub use gpt::{Gpt, GptConfig};

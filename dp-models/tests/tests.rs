@@ -47,3 +47,6 @@ mod llama;
 
 /// Any decoder from a config: JSON, its schema, errors, generation.
 mod model_config;
+
+/// GPT-2 in the layout of Hugging Face: logits, both directions to the bit, old files, every error.
+mod hugging_face;
