@@ -4,43 +4,127 @@ use std::collections::HashSet;
 
 use candle_core::DType;
 
-use crate::bucket::BucketLayout;
+use crate::bucket::{Bucket, BucketLayout};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::memory::{Category, Ledger};
 use crate::precision::not_trainable;
 
-/// Up to `max` flat buffers of one dtype, each large enough for the largest bucket that needs them, so that steps after the
-/// first allocate nothing.
+/// Buffers of one dtype that serve buckets in turn: how many, and how long. Pools are made from it, and predictions too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolSize {
+    /// Of the elements.
+    pub dtype: DType,
+    /// Elements of each buffer: the longest bucket that it serves, with padding.
+    pub capacity: usize,
+    /// Number of buffers; no more than there are buckets, of which each holds one at most.
+    pub count: usize,
+}
+
+impl PoolSize {
+    /// `None` if there is nothing to serve.
+    fn of<'a>(
+        dtype: DType,
+        buckets: impl Iterator<Item = &'a Bucket>,
+        most: usize,
+    ) -> Option<Self> {
+        let lens: Vec<usize> = buckets.map(|b| b.padded_len).collect();
+        Some(Self {
+            dtype,
+            capacity: lens.iter().copied().max()?,
+            count: most.min(lens.len()),
+        })
+    }
+
+    /// For ZeRO stage 1: two buffers for each parameter dtype that cannot be gathered in the buffers of its gradients, which
+    /// are of another one. None on one rank, which gathers nothing.
+    pub fn to_gather(layout: &BucketLayout) -> Vec<Self> {
+        let gathered = |b: &&Bucket| layout.world_size() > 1 && b.grad_dtype != b.dtype;
+        let buckets = || layout.buckets().iter().filter(gathered);
+        distinct(buckets().map(|b| b.dtype))
+            .filter_map(|dtype| Self::of(dtype, buckets().filter(|b| b.dtype == dtype), 2))
+            .collect()
+    }
+
+    /// For ZeRO stage 2. Gradients are filled in while an earlier bucket is reduced: one buffer for each dtype of
+    /// parameters, and one more. The same buffers, or else two others, gather parameters.
+    pub fn to_reduce_and_gather(layout: &BucketLayout) -> Vec<Self> {
+        let gathers = layout.world_size() > 1;
+        let buckets = || layout.buckets().iter();
+        let gradients = buckets().map(|b| b.grad_dtype);
+        let parameters = buckets().filter(|_| gathers).map(|b| b.dtype);
+        distinct(gradients.chain(parameters))
+            .filter_map(|dtype| {
+                let filling = buckets().filter(|b| b.grad_dtype == dtype);
+                let num_filling = distinct(filling.map(|b| b.dtype)).count();
+                let serves = |b: &&Bucket| b.grad_dtype == dtype || (gathers && b.dtype == dtype);
+                Self::of(dtype, buckets().filter(serves), (num_filling + 1).max(2))
+            })
+            .collect()
+    }
+
+    /// To send gradients in `communication_dtype`: one bucket is converted while another one is on its way. `None` if all
+    /// gradients are of this dtype.
+    pub fn to_convert(layout: &BucketLayout, communication_dtype: DType) -> Option<Self> {
+        let converted = |b: &&Bucket| b.grad_dtype != communication_dtype;
+        Self::of(
+            communication_dtype,
+            layout.buckets().iter().filter(converted),
+            2,
+        )
+    }
+
+    /// Bytes of all buffers.
+    pub fn num_bytes(&self) -> u64 {
+        (self.count * self.capacity * self.dtype.size_in_bytes()) as u64
+    }
+}
+
+/// Each of them once, in the order in which they come first.
+fn distinct(dtypes: impl Iterator<Item = DType>) -> impl Iterator<Item = DType> {
+    let mut seen = HashSet::new();
+    dtypes.filter(move |dtype| seen.insert(dtype.as_str()))
+}
+
+/// The buffers of a [`PoolSize`], all allocated when the pool is made: a step needs no more memory than the one before it.
 #[derive(Debug)]
 pub struct BufferPool {
-    dtype: DType,
-    capacity: usize,
-    max: usize,
+    size: PoolSize,
     free: Vec<Buffer>,
     allocated: usize,
     ledger: Ledger,
 }
 
 impl BufferPool {
-    /// An empty pool; `capacity` in elements.
-    pub fn new(dtype: DType, capacity: usize, max: usize, ledger: &Ledger) -> Self {
-        Self {
-            dtype,
-            capacity,
-            max,
-            free: Vec::new(),
-            allocated: 0,
+    /// Allocates all buffers, entered as communication in `ledger`.
+    ///
+    /// # Errors
+    /// If one cannot be allocated.
+    pub fn new(size: PoolSize, ledger: &Ledger) -> Result<Self> {
+        let mut pool = Self {
+            size,
+            free: Vec::with_capacity(size.count),
+            allocated: size.count,
             ledger: ledger.clone(),
+        };
+        for _ in 0..size.count {
+            let buffer = pool.allocate(size.capacity)?;
+            pool.free.push(buffer);
         }
+        Ok(pool)
     }
 
-    /// True if [`lend`](Self::lend) stays within the bound.
+    fn allocate(&self, capacity: usize) -> Result<Buffer> {
+        let category = Category::Communication;
+        Buffer::reserved(self.size.dtype, capacity, &self.ledger, category)
+    }
+
+    /// True if [`lend`](Self::lend) needs no further buffer.
     pub fn has_room(&self) -> bool {
-        !self.free.is_empty() || self.allocated < self.max
+        !self.free.is_empty()
     }
 
-    /// A buffer of `len` elements, of unspecified contents; one more than `max` if need be.
+    /// A buffer of `len` elements, of unspecified contents; a further one for the time of the loan if need be.
     ///
     /// # Errors
     /// If it cannot be allocated.
@@ -49,8 +133,7 @@ impl BufferPool {
             Some(buffer) => buffer,
             None => {
                 self.allocated += 1;
-                let capacity = self.capacity.max(len);
-                Buffer::reserved(self.dtype, capacity, &self.ledger, Category::Communication)?
+                self.allocate(self.size.capacity.max(len))?
             }
         };
         buffer.resize(len);
@@ -59,7 +142,7 @@ impl BufferPool {
 
     /// Ends the loan.
     pub fn give_back(&mut self, buffer: Buffer) {
-        if self.allocated > self.max {
+        if self.allocated > self.size.count {
             self.allocated -= 1;
             drop(buffer);
         } else {
@@ -68,33 +151,23 @@ impl BufferPool {
     }
 }
 
-/// What a ZeRO stage lends, a [`BufferPool`] per dtype: for gradients, which are filled while an earlier bucket is reduced, one
-/// of each parameter dtype and one more; and two at a time to gather parameters in.
+/// What a ZeRO stage lends: a [`BufferPool`] per dtype.
 #[derive(Debug)]
 pub struct BufferPools(Vec<BufferPool>);
 
 impl BufferPools {
-    /// Pools for all buckets of `layout`; nothing is allocated yet.
-    pub fn new(layout: &BucketLayout, ledger: &Ledger) -> Self {
-        let buckets = || layout.buckets().iter();
-        let mut pools: Vec<BufferPool> = Vec::new();
-        for dtype in buckets().flat_map(|b| [b.grad_dtype, b.dtype]) {
-            if pools.iter().any(|p| p.dtype == dtype) {
-                continue;
-            }
-            let users = buckets().filter(|b| b.grad_dtype == dtype || b.dtype == dtype);
-            let capacity = users.map(|b| b.padded_len).max().unwrap_or(0);
-            let filling = buckets().filter(|b| b.grad_dtype == dtype);
-            let filling: HashSet<&str> = filling.map(|b| b.dtype.as_str()).collect();
-            let max = (filling.len() + 1).max(2);
-            pools.push(BufferPool::new(dtype, capacity, max, ledger));
-        }
-        Self(pools)
+    /// Allocates the buffers of all `sizes`, whose dtypes differ.
+    ///
+    /// # Errors
+    /// If one cannot be allocated.
+    pub fn new(sizes: &[PoolSize], ledger: &Ledger) -> Result<Self> {
+        let pools = sizes.iter().map(|size| BufferPool::new(*size, ledger));
+        Ok(Self(pools.collect::<Result<_>>()?))
     }
 
     /// See [`BufferPool::has_room`].
     pub fn has_room(&self, dtype: DType) -> bool {
-        self.0.iter().any(|p| p.dtype == dtype && p.has_room())
+        self.0.iter().any(|p| p.size.dtype == dtype && p.has_room())
     }
 
     /// See [`BufferPool::lend`].
@@ -115,7 +188,7 @@ impl BufferPools {
     }
 
     fn of(&mut self, dtype: DType) -> Result<&mut BufferPool> {
-        let pool = self.0.iter_mut().find(|p| p.dtype == dtype);
+        let pool = self.0.iter_mut().find(|p| p.size.dtype == dtype);
         pool.ok_or_else(|| not_trainable("a bucket", dtype))
     }
 }

@@ -8,7 +8,7 @@ use crate::comm::{Collective, Communicator, ReduceOp};
 use crate::error::Result;
 use crate::param::Param;
 
-pub use crate::buffer_pool::{BufferPool, BufferPools};
+pub use crate::buffer_pool::{BufferPool, BufferPools, PoolSize};
 
 /// Decides where gradients lie, how they are reduced, which part of each bucket this rank updates, and how the updated
 /// parameters reach the other ranks. The [`Engine`](crate::engine::Engine) does the rest, the same for all.

@@ -1,6 +1,6 @@
 //! Bytes per rank, predicted: for a real bucket layout to the byte, for a parameter count by the paper's formulas.
 
-use dp_core::{BucketLayout, EngineConfig, GradAccumDType, Param};
+use dp_core::{BucketLayout, EngineConfig, GradAccumDType, ParamSpec};
 use serde::Serialize;
 
 use crate::optimizer::ZeroStage;
@@ -126,7 +126,7 @@ impl ModelStates {
     /// for [`Sharding::Zero3`], which has no trainer.
     pub fn of_layout(
         layout: &BucketLayout,
-        params: &[Param],
+        params: &[ParamSpec],
         sharding: Sharding,
         num_states: usize,
     ) -> Option<Self> {
@@ -137,9 +137,8 @@ impl ModelStates {
             Sharding::Zero2 => (n, n),
             Sharding::Zero3 => return None,
         };
-        let bytes = |p: &Param| (p.num_elements() * p.tensor().dtype().size_in_bytes()) as u64;
         let mut states = Self {
-            parameters: params.iter().map(bytes).sum(),
+            parameters: params.iter().map(ParamSpec::num_bytes).sum(),
             gradients: 0,
             optimizer: 0,
         };
@@ -157,7 +156,7 @@ impl ModelStates {
 /// Bytes that `rank` sends in one step of one micro-batch, without clipping, buffers and the comparison of replicas. For each
 /// bucket of `G` padded bytes of gradients, as they travel (`communication_dtype`, or else as they are kept), and `P` of
 /// parameters: `2 (N-1)/N G` for an all-reduce, `(N-1)/N (G + P)` for a reduce-scatter and an all-gather. And a small
-/// all-reduce of 8 bytes per named tensor and 24 more, which tells the weight of the step and who was used by any rank. And
+/// all-reduce of 8 bytes per named tensor and 32 more, which tells weight and loss of the step and who was used by any rank. And
 /// `8 (N-1)` where steps with non-finite gradients are skipped.
 pub fn bytes_sent_per_step(
     layout: &BucketLayout,
@@ -178,7 +177,7 @@ pub fn bytes_sent_per_step(
     });
     let gradients_and_parameters = (n - 1) * slices.sum::<u64>();
     // Slices of an all-reduce need not be equal: rank r reduces elements [r L/N, (r+1) L/N).
-    let summary = 3 + num_named as u64;
+    let summary = 4 + num_named as u64;
     let own = (r + 1) * summary / n - r * summary / n;
     let found = u64::from(config.skips_non_finite()) * (n - 1);
     gradients_and_parameters + 8 * ((summary - own) + (n - 1) * own + found)

@@ -10,7 +10,7 @@
 //! 4. An all-gather brings all slices to all ranks, and the parameters are whole again.
 //!
 //! The trainer is [`ZeroOptimizer`]; it is used through [`dp_core::Trainer`], as
-//! [`dp_core::DistributedDataParallel`] is. [`ModelStates`] predicts the bytes that each rank holds.
+//! [`dp_core::DistributedDataParallel`] is. [`TrainerPlan`] predicts the bytes that each rank will hold and send.
 
 mod zero1;
 mod zero2;
@@ -21,6 +21,7 @@ mod choose;
 mod optimizer;
 
 mod estimate;
+mod plan;
 
 pub mod config;
 
@@ -28,3 +29,4 @@ pub use choose::trainer;
 pub use config::{BatchSizes, ConfigError, DeepSpeedConfig};
 pub use estimate::{BytesPerElement, ModelStates, Sharding, bytes_sent_per_step};
 pub use optimizer::{ZeroConfig, ZeroOptimizer, ZeroStage};
+pub use plan::TrainerPlan;

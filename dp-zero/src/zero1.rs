@@ -5,7 +5,7 @@ use std::ops::Range;
 use dp_core::bucket::Bucket;
 use dp_core::comm::Collective;
 use dp_core::memory::Ledger;
-use dp_core::strategy::{BufferPools, FullBuckets, Strategy};
+use dp_core::strategy::{BufferPools, FullBuckets, PoolSize, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Param, ReduceOp, Result};
 
 use crate::gather::{GatherBuffers, InFlight, gather_parameters};
@@ -25,7 +25,7 @@ impl Zero1 {
         Ok(Self {
             slices: own_slices(layout, rank),
             gradients: FullBuckets::new(layout, ledger)?,
-            pools: BufferPools::new(layout, ledger),
+            pools: BufferPools::new(&PoolSize::to_gather(layout), ledger)?,
             in_flight: InFlight::new(),
         })
     }

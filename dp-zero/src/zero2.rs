@@ -6,7 +6,7 @@ use candle_core::DType;
 use dp_core::bucket::Bucket;
 use dp_core::comm::Collective;
 use dp_core::memory::{Category, Ledger};
-use dp_core::strategy::{BufferPools, Strategy};
+use dp_core::strategy::{BufferPools, PoolSize, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Error, Param, ReduceOp, Result};
 
 use crate::gather::{GatherBuffers, InFlight, gather_parameters};
@@ -37,7 +37,7 @@ impl Zero2 {
             slices,
             buckets: layout.buckets().iter().map(bucket).collect(),
             open: layout.buckets().iter().map(|_| None).collect(),
-            transient: BufferPools::new(layout, ledger),
+            transient: BufferPools::new(&PoolSize::to_reduce_and_gather(layout), ledger)?,
             in_flight: InFlight::new(),
         })
     }
