@@ -1,0 +1,202 @@
+//! The configuration of a run: DeepSpeed's keys, and three sections of our own. The doc comments are the descriptions on the
+//! reference page, which is made from these types.
+
+use std::path::{Path, PathBuf};
+
+use dp_models::ModelConfig;
+use dp_zero::DeepSpeedConfig;
+use dp_zero::config::{ConfigError, parse_json, read_section, reference, reference_of, set};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Names of our own sections.
+const SECTIONS: [&str; 3] = ["model", "data", "run"];
+
+/// A whole configuration.
+#[derive(Debug, Clone)]
+pub struct TrainConfig {
+    /// Batch sizes, ZeRO, dtypes, optimizer and schedule, by DeepSpeed's keys.
+    pub deepspeed: DeepSpeedConfig,
+    /// The model.
+    pub model: ModelConfig,
+    /// What it is trained on.
+    pub data: DataSection,
+    /// How long, how often, and where to.
+    pub run: RunSection,
+    /// The JSON it was read from, overrides included.
+    pub json: Value,
+}
+
+/// What the model is trained on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct DataSection {
+    /// File to train on: a text, or, with the ending .bin, tokens of 16 bits each, little-endian, as nanoGPT writes them.
+    #[schemars(with = "String")]
+    pub train: PathBuf,
+    /// File to evaluate on, of the same kind. Left out: the end of the training file is held out.
+    #[serde(default)]
+    #[schemars(with = "Option<String>")]
+    pub validation: Option<PathBuf>,
+    /// How much of the training file is held out, if there is no validation file; 0 for no evaluation.
+    #[serde(default = "default_validation_fraction")]
+    pub validation_fraction: f64,
+    /// `bytes`, each byte of a text is a token, or the path of a `tokenizer.json` of Hugging Face's tokenizers. For a .bin file it is what the file was made with, and is used for the prompt and the sample; left out, these are numbers.
+    #[serde(default)]
+    pub tokenizer: Option<String>,
+}
+
+fn default_validation_fraction() -> f64 {
+    0.1
+}
+
+/// How long a run is, how often it does what, and where it writes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct RunSection {
+    /// Optimizer steps of the whole run, those before a resume included.
+    pub steps: u64,
+    /// Seed of the initial values, of the order of the data and of the sample.
+    pub seed: u64,
+    /// Folder of the run: checkpoints, metrics.jsonl, report.html, model.safetensors, sample.txt.
+    #[schemars(with = "String")]
+    pub out: PathBuf,
+    /// Steps between two evaluations; 0 for one at the end only.
+    pub eval_every: u64,
+    /// Sequences of an evaluation, evenly spread over the held-out text; 0 for all.
+    pub eval_sequences: usize,
+    /// Steps between two checkpoints; 0 for one at the end only.
+    pub save_every: u64,
+    /// Checkpoints that are kept.
+    pub keep_last: usize,
+    /// Text that is sampled at the end.
+    pub sample: SampleSection,
+}
+
+impl Default for RunSection {
+    fn default() -> Self {
+        Self {
+            steps: 1000,
+            seed: 0,
+            out: PathBuf::from("target/train-gpt"),
+            eval_every: 100,
+            eval_sequences: 64,
+            save_every: 100,
+            keep_last: 2,
+            sample: SampleSection::default(),
+        }
+    }
+}
+
+/// The sample at the end of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct SampleSection {
+    /// What it begins with. For a .bin file without a tokenizer: numbers of tokens, separated by spaces.
+    pub prompt: String,
+    /// Tokens that the model adds; 0 for no sample.
+    pub tokens: usize,
+    /// Logits are divided by it; 0 always takes the most likely token.
+    pub temperature: f64,
+    /// Choose among so many of the most likely tokens only.
+    pub top_k: Option<usize>,
+    /// Choose among the most likely tokens only whose probabilities add up to this.
+    pub top_p: Option<f64>,
+}
+
+impl Default for SampleSection {
+    fn default() -> Self {
+        Self {
+            prompt: "\n".to_string(),
+            tokens: 200,
+            temperature: 0.8,
+            top_k: Some(40),
+            top_p: None,
+        }
+    }
+}
+
+impl TrainConfig {
+    /// Reads a file; `overrides` are `key=value`, as `--set` takes them.
+    ///
+    /// # Errors
+    /// What is wrong, and where, in one line.
+    pub fn from_file(path: &Path, overrides: &[String]) -> anyhow::Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| anyhow::anyhow!("--config: cannot read {}: {e}", path.display()))?;
+        let in_file = |e: ConfigError| anyhow::anyhow!("{}: {e}", path.display());
+        let mut json = parse_json(&text).map_err(in_file)?;
+        for text in overrides {
+            let Some((key, value)) = text.split_once('=') else {
+                anyhow::bail!("--set {text}: expected key=value");
+            };
+            set(&mut json, key, value).map_err(|e| anyhow::anyhow!("--set {text}: {e}"))?;
+        }
+        Self::from_value(json).map_err(in_file)
+    }
+
+    /// From parsed JSON.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn from_value(json: Value) -> Result<Self, ConfigError> {
+        let mut rest = json.clone();
+        let mut take = |name: &str| {
+            let section = rest.as_object_mut().and_then(|o| o.remove(name));
+            match section {
+                Some(section) if section.is_object() => Ok(section),
+                Some(_) => Err(ConfigError::invalid(name, "must be a section, { ... }")),
+                None if name == "run" => Ok(Value::Object(serde_json::Map::new())),
+                None => Err(ConfigError::invalid(name, "this section is missing")),
+            }
+        };
+        let sections = SECTIONS.map(&mut take);
+        // A mistyped section is found before a missing one.
+        let deepspeed = DeepSpeedConfig::from_value(rest, &SECTIONS)?;
+        let [model, data, run] = sections;
+        let config = Self {
+            deepspeed,
+            model: read_section("model", model?)?,
+            data: read_section("data", data?)?,
+            run: read_section("run", run?)?,
+            json,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn validate(&self) -> Result<(), ConfigError> {
+        let fraction = self.data.validation_fraction;
+        if !(0.0..1.0).contains(&fraction) {
+            let message = format!("{fraction} is not from 0 to below 1");
+            return Err(ConfigError::invalid("data.validation_fraction", message));
+        }
+        let run = &self.run;
+        for (key, value) in [("steps", run.steps), ("keep_last", run.keep_last as u64)] {
+            if value == 0 {
+                return Err(ConfigError::invalid(
+                    format!("run.{key}"),
+                    "must be at least 1",
+                ));
+            }
+        }
+        self.deepspeed.schedule(Some(run.steps)).map(drop)
+    }
+}
+
+/// The reference page of the book: all keys of a configuration.
+pub fn reference_page() -> String {
+    let mut page = String::from(
+        "# Configuration reference\n\n\
+         <!-- Made from the Rust types; `UPDATE_REFERENCE=1 cargo test --workspace reference_page` writes it anew. -->\n\n\
+         The keys of `train-gpt --config FILE`. Those of DeepSpeed have DeepSpeed's names and meaning, and `dp_zero::DeepSpeedConfig`\n\
+         reads them in any program; `model`, `data` and `run` are train-gpt's own. `--set key=value` overrides one,\n\
+         `--set zero_optimization.stage=2`. A key that is in no table here is an error that names the nearest one.\n",
+    );
+    page += &reference_of::<ModelConfig>("model");
+    page += &reference_of::<DataSection>("data");
+    page += &reference_of::<RunSection>("run");
+    page += "\n# DeepSpeed's keys\n";
+    page += &reference();
+    page
+}

@@ -1,0 +1,204 @@
+//! A run that has been checked: everything that can be wrong before a rank starts is found here, in one line.
+
+use anyhow::{Context, anyhow, ensure};
+use candle_core::DType;
+use dp_models::{ModelConfig, Sampling};
+use dp_zero::BatchSizes;
+
+use super::config::TrainConfig;
+use super::dataset::Dataset;
+use super::run_folder::{Resume, RunFolder};
+use super::tokenizer::Tokenizer;
+use crate::options::one_line;
+use crate::table::thousands;
+
+/// What `train-gpt` is about to do.
+#[derive(Debug)]
+pub struct Job {
+    /// The configuration.
+    pub config: TrainConfig,
+    /// The model, its vocabulary known.
+    pub model: ModelConfig,
+    /// The batch sizes on this number of ranks.
+    pub sizes: BatchSizes,
+    /// Sequences to train on.
+    pub train: Dataset,
+    /// Held-out sequences, unless there is no evaluation.
+    pub validation: Option<Dataset>,
+    /// From text to tokens and back.
+    pub tokenizer: Tokenizer,
+    /// Tokens of the sample's prompt; empty for no sample.
+    pub prompt: Vec<u32>,
+    /// Where the run writes.
+    pub folder: RunFolder,
+    /// Where it goes on from.
+    pub resume: Option<Resume>,
+}
+
+impl Job {
+    /// Checks a configuration for `world_size` ranks, and loads its data.
+    ///
+    /// # Errors
+    /// What cannot be, by the key in the configuration.
+    pub fn new(
+        config: TrainConfig,
+        world_size: usize,
+        resume: Option<Resume>,
+    ) -> anyhow::Result<Self> {
+        let sizes = config.deepspeed.batch_sizes(world_size)?;
+        let (data, run) = (&config.data, &config.run);
+        let is_tokens = data.train.extension().is_some_and(|e| e == "bin");
+        let tokenizer = match &data.tokenizer {
+            Some(name) => Tokenizer::open(name)?,
+            None if is_tokens => Tokenizer::Numbers,
+            None => Tokenizer::Bytes,
+        };
+        let model = model_for(&config, &tokenizer)?;
+
+        let open = |key: &str, path| {
+            Dataset::open(path, &tokenizer, model.context()).map_err(|e| anyhow!("{key}: {e:#}"))
+        };
+        let train = open("data.train", &data.train)?;
+        let (train, validation) = match (&data.validation, data.validation_fraction) {
+            (Some(path), _) => (train, Some(open("data.validation", path)?)),
+            (None, 0.0) => (train, None),
+            (None, fraction) => {
+                let (train, validation) = train
+                    .split(fraction)
+                    .map_err(|e| anyhow!("data.train: {}: {e}", data.train.display()))?;
+                (train, Some(validation))
+            }
+        };
+        for (path, part) in [
+            (Some(&data.train), Some(&train)),
+            (data.validation.as_ref(), validation.as_ref()),
+        ] {
+            if let (Some(path), Some(part)) = (path, part) {
+                part.check_vocab(model.vocab_size())
+                    .with_context(|| path.display().to_string())?;
+            }
+        }
+        ensure!(
+            train.len() >= world_size,
+            "data.train: {} has {} sequences of {} tokens to train on, fewer than {world_size} ranks",
+            data.train.display(),
+            train.len(),
+            model.context()
+        );
+
+        let prompt = match run.sample.tokens {
+            0 => Vec::new(),
+            _ => prompt(&config, &tokenizer, &model)?,
+        };
+        let folder = RunFolder::prepare(&run.out, resume.as_ref())?;
+        Ok(Self {
+            model,
+            sizes,
+            train,
+            validation,
+            tokenizer,
+            prompt,
+            folder,
+            resume,
+            config,
+        })
+    }
+
+    /// Dtype of the parameters.
+    pub fn dtype(&self) -> DType {
+        self.config.deepspeed.dtype()
+    }
+
+    /// Tokens of one optimizer step, on all ranks together.
+    pub fn tokens_per_step(&self) -> usize {
+        self.sizes.train_batch_size * self.model.context()
+    }
+
+    /// How the sample is drawn.
+    pub fn sampling(&self) -> Sampling {
+        let sample = &self.config.run.sample;
+        Sampling {
+            temperature: sample.temperature,
+            top_k: sample.top_k,
+            top_p: sample.top_p,
+            seed: self.config.run.seed,
+        }
+    }
+
+    /// What is about to happen, for people.
+    pub fn summary(&self) -> String {
+        let held_out = match &self.validation {
+            Some(data) => format!("{} held out", thousands(data.num_tokens() as u64)),
+            None => "none held out".to_string(),
+        };
+        format!(
+            "{} with {} parameters in {}, {} on {} ranks\n\
+             {}; {} tokens per step\n\
+             {} tokens to train on, {held_out}, vocabulary of {}",
+            self.model.architecture(),
+            thousands(self.model.num_params() as u64),
+            self.dtype().as_str(),
+            self.config.deepspeed.sharding().name(),
+            self.sizes.world_size,
+            self.sizes,
+            thousands(self.tokens_per_step() as u64),
+            thousands(self.train.num_tokens() as u64),
+            thousands(self.model.vocab_size() as u64),
+        )
+    }
+}
+
+/// The model with the tokenizer's vocabulary.
+fn model_for(config: &TrainConfig, tokenizer: &Tokenizer) -> anyhow::Result<ModelConfig> {
+    let model = config.model.clone();
+    let named = |e: candle_core::Error| anyhow!("model: {}", one_line(&e));
+    let model = match tokenizer.vocab_size() {
+        Some(size) => model.with_vocab_size(size).map_err(named)?,
+        None => {
+            ensure!(
+                model.vocab_size() > 0,
+                "model.vocab_size: is not there, and a .bin file does not say it; give it, or data.tokenizer"
+            );
+            model
+        }
+    };
+    model.validate().map_err(named)?;
+    Ok(model)
+}
+
+fn prompt(
+    config: &TrainConfig,
+    tokenizer: &Tokenizer,
+    model: &ModelConfig,
+) -> anyhow::Result<Vec<u32>> {
+    let sample = &config.run.sample;
+    let key = "run.sample.prompt";
+    let prompt = match (tokenizer, sample.prompt.trim()) {
+        // The default prompt is a line break, which is no number.
+        (Tokenizer::Numbers, "") => vec![0],
+        _ => tokenizer.encode(&sample.prompt).context(key)?,
+    };
+    ensure!(
+        !prompt.is_empty(),
+        "{key}: it has no token, and the model needs one to go on from"
+    );
+    if let Some(token) = prompt.iter().find(|t| **t as usize >= model.vocab_size()) {
+        anyhow::bail!(
+            "{key}: {token} is not below the vocabulary of {}",
+            model.vocab_size()
+        );
+    }
+    let in_range = sample.temperature.is_finite() && sample.temperature >= 0.0;
+    ensure!(
+        in_range,
+        "run.sample.temperature: {} is not finite and >= 0",
+        sample.temperature
+    );
+    ensure!(
+        sample.top_k != Some(0),
+        "run.sample.top_k: must be at least 1"
+    );
+    let top_p = sample.top_p.is_none_or(|p| p > 0.0 && p <= 1.0);
+    ensure!(top_p, "run.sample.top_p: must be above 0 and at most 1");
+    Ok(prompt)
+}
