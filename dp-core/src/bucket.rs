@@ -12,7 +12,8 @@ use std::sync::Arc;
 use candle_core::DType;
 
 use crate::error::{Error, Result};
-use crate::param::{Param, ParamKind};
+use crate::param::ParamKind;
+use crate::param_spec::ParamSpec;
 use crate::precision::{GradAccumDType, has_master};
 
 /// Size limits of gradient buckets, in bytes of the gradients as they are kept ([`GradAccumDType`]).
@@ -164,7 +165,7 @@ impl BucketLayout {
     /// One bucket per dtype is filled at a time, so that a few parameters of another dtype (f32 norms in a bf16 model) share
     /// a bucket. Buckets are numbered in the order in which they are complete.
     pub fn new(
-        params: &[Param],
+        params: &[ParamSpec],
         order: &[usize],
         caps: BucketCaps,
         grad_accum: GradAccumDType,
@@ -179,7 +180,7 @@ impl BucketLayout {
         let mut filling: Vec<(DType, Vec<BucketSlot>)> = Vec::new();
         for &param_idx in order.iter().rev() {
             let param = &params[param_idx];
-            if param.kind() != ParamKind::Trained {
+            if param.kind != ParamKind::Trained {
                 continue;
             }
             let cap = if layout.buckets.is_empty() {
@@ -187,7 +188,7 @@ impl BucketLayout {
             } else {
                 caps.rest
             };
-            let dtype = param.tensor().dtype();
+            let dtype = param.dtype;
             let mut slots = match filling.iter().position(|(d, _)| *d == dtype) {
                 // The one that was added to last is closed last.
                 Some(at) => filling.remove(at).1,
@@ -214,7 +215,7 @@ impl BucketLayout {
     fn close(
         &mut self,
         slots: Vec<BucketSlot>,
-        params: &[Param],
+        params: &[ParamSpec],
         dtype: DType,
         grad_accum: GradAccumDType,
     ) {
@@ -222,7 +223,10 @@ impl BucketLayout {
         for (i, slot) in slots.iter().enumerate() {
             self.places[slot.param_idx] = Some((index, i));
         }
-        let names: Vec<&str> = slots.iter().map(|s| params[s.param_idx].name()).collect();
+        let names: Vec<&str> = slots
+            .iter()
+            .map(|s| params[s.param_idx].name.as_str())
+            .collect();
         let len = slots.last().map_or(0, |s| s.range.end);
         self.buckets.push(Bucket {
             padded_len: len.next_multiple_of(self.world_size),

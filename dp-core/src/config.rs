@@ -45,6 +45,10 @@ pub struct EngineConfig {
     pub overlap_comm: bool,
     /// What losses are multiplied by, for f16 models.
     pub loss_scaling: LossScaling,
+    /// Read each loss, so that [`StepReport::loss`](crate::StepReport::loss) has the mean over all ranks. On the CPU that is free; where losses lie
+    /// on another device each is a copy from there, which waits until it is computed. It travels with the summary of the step,
+    /// so there is no further message.
+    pub report_loss: bool,
 }
 
 impl EngineConfig {
@@ -70,6 +74,7 @@ impl EngineConfig {
             ),
             ("overlap_comm", self.overlap_comm.to_string()),
             ("loss_scaling", format!("{:?}", self.loss_scaling)),
+            ("report_loss", self.report_loss.to_string()),
         ]
     }
 
@@ -111,6 +116,7 @@ impl Default for EngineConfig {
             communication_dtype: None,
             overlap_comm: true,
             loss_scaling: LossScaling::default(),
+            report_loss: true,
         }
     }
 }

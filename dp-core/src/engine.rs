@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use crate::agreement::Agreement;
 use crate::bucket::{Bucket, BucketCaps, BucketLayout};
 use crate::buffer::Buffer;
-use crate::comm::Communicator;
+use crate::comm::{Communicator, TimedComm};
 use crate::config::{EngineConfig, UnusedParameters};
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
@@ -22,12 +22,13 @@ use crate::memory::Category;
 use crate::norm::NormBuffers;
 use crate::optim::{LrSchedule, Optimizer, ParamGroups};
 use crate::param::{Param, ParamKind};
+use crate::param_spec::ParamSpec;
 use crate::reducer::Reducer;
-use crate::replica::{
-    ParamSpec, broadcast_values, check_replicas, check_settings, check_trainable,
-};
+use crate::replica::{broadcast_values, check_replicas, check_settings, check_trainable};
+use crate::step_clock::StepClock;
 use crate::store::ParamStore;
 use crate::strategy::Strategy;
+use crate::trace::phase;
 
 /// Where the current window of micro-batches stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +62,7 @@ pub struct Engine<O: Optimizer> {
     /// Positions in `params` in rank 0's creation order, which all ranks share.
     pub(crate) order: Vec<usize>,
     pub(crate) comm: Arc<dyn Communicator>,
+    pub(crate) clock: StepClock,
     pub(crate) layout: Arc<BucketLayout>,
     pub(crate) strategy_name: &'static str,
     pub(crate) reducer: Arc<Reducer>,
@@ -85,6 +87,7 @@ pub struct Engine<O: Optimizer> {
     graph: LossGraph,
     pub(crate) unused_parameters: UnusedParameters,
     pub(crate) skips_non_finite: bool,
+    pub(crate) reports_loss: bool,
     pub(crate) compare_replicas_every: u64,
     pub(crate) schedule: LrSchedule,
     pub(crate) masters: Masters,
@@ -125,9 +128,11 @@ impl<O: Optimizer> Engine<O> {
     ) -> Result<Self> {
         groups.validate()?;
         config.validate()?;
+        let timed = Arc::new(TimedComm::new(comm));
+        let comm: Arc<dyn Communicator> = timed.clone();
         store.seal();
         let params: Arc<[Param]> = store.params().into();
-        let specs: Vec<ParamSpec> = params.iter().map(ParamSpec::of).collect();
+        let specs = ParamSpec::of_all(&params);
         let order = check_replicas(&specs, comm.as_ref())?;
         let number = check_settings(&config.shared(), comm.as_ref())?;
         // After the comparison: then a dtype that only one rank cannot train is named on all of them.
@@ -144,7 +149,7 @@ impl<O: Optimizer> Engine<O> {
         }
 
         let layout = BucketLayout::new(
-            &params,
+            &specs,
             &order,
             config.bucket_caps,
             config.grad_accum_dtype,
@@ -187,14 +192,14 @@ impl<O: Optimizer> Engine<O> {
         let layout = Arc::new(layout);
         let strategy_name = strategy.name();
         let reducer = Arc::new(Reducer::new(
-            Arc::clone(&comm),
+            Arc::clone(&timed),
             Arc::clone(&layout),
             Arc::clone(&params),
             order.clone(),
             strategy,
             config,
             store.ledger(),
-        ));
+        )?);
         let sink: Weak<Reducer> = Arc::downgrade(&reducer);
         store.listen(sink as Weak<dyn GradientSink>);
         let group_of: Vec<usize> = params.iter().map(|p| groups.group_of(p.name())).collect();
@@ -205,6 +210,7 @@ impl<O: Optimizer> Engine<O> {
             store,
             params,
             order,
+            clock: StepClock::new(comm.rank(), Arc::clone(timed.clock())),
             comm,
             layout,
             strategy_name,
@@ -221,6 +227,7 @@ impl<O: Optimizer> Engine<O> {
             graph,
             unused_parameters: config.unused_parameters,
             skips_non_finite: config.skips_non_finite(),
+            reports_loss: config.report_loss,
             compare_replicas_every: config.compare_replicas_every,
             schedule: LrSchedule::default(),
             masters,
@@ -239,10 +246,33 @@ impl<O: Optimizer> Engine<O> {
 
     /// One micro-batch; `last`: its window ends with it.
     pub(crate) fn backward(&mut self, loss: Loss<'_>, num_before: usize, last: bool) -> Result<()> {
+        let (rank, step) = (self.comm.rank(), self.steps + 1);
+        let sent = self.comm.traffic().bytes_sent();
+        let begin = self.clock.begin_backward(num_before, sent);
+        let span = phase!("backward", rank, step, micro_batch = num_before);
+        let outcome = self.run_backward(loss, num_before, last);
+        drop(span);
+        self.clock.end_backward(begin);
+        if !last {
+            self.clock.begin_forward(step, num_before + 1);
+        }
+        outcome
+    }
+
+    /// What came before is no part of the forward.
+    pub(crate) fn begin_forward(&mut self) {
+        let micro_batch = match self.window {
+            Window::Open { done } => done,
+            _ => 0,
+        };
+        self.clock.begin_forward(self.steps + 1, micro_batch);
+    }
+
+    fn run_backward(&mut self, loss: Loss<'_>, num_before: usize, last: bool) -> Result<()> {
         self.graph.visit(loss.tensor())?;
         let late = !self.masters.is_empty();
-        let loss = loss.weighted(self.loss_scale.scale(), late)?;
-        if loss.kind == Some(WeightKind::Counted) && self.counts_overflow {
+        let weighted = loss.weighted(self.loss_scale.scale(), late)?;
+        if weighted.kind == Some(WeightKind::Counted) && self.counts_overflow {
             return Err(Error::misuse(
                 "backward",
                 "a loss that weighs by a count needs room for the count in what gradients are kept and sent in, and f16 has \
@@ -258,7 +288,13 @@ impl<O: Optimizer> Engine<O> {
         }
         let done = num_before + 1;
         self.window = Window::Broken;
-        self.reducer.backward(&loss, self.graph.used(), last)?;
+        let (step, used) = (self.steps + 1, self.graph.used());
+        self.reducer
+            .backward(&weighted, used, (step, num_before), last)?;
+        if self.reports_loss {
+            // After backward: where the device works by itself, it has enough to do until here.
+            self.reducer.add_loss(loss.weighted_value()?);
+        }
         self.window = match last {
             true => Window::Complete { done },
             false => Window::Open { done },
@@ -275,7 +311,9 @@ impl<O: Optimizer> Engine<O> {
     pub(crate) fn end_window(&mut self) -> Result<()> {
         if let Window::Open { done } = self.window {
             self.window = Window::Broken;
+            let begin = self.clock.now();
             self.reducer.reduce_now()?;
+            self.clock.end_backward(begin);
             self.window = Window::Complete { done };
         }
         Ok(())
@@ -285,6 +323,8 @@ impl<O: Optimizer> Engine<O> {
     pub(crate) fn zero_grad(&mut self) -> Result<()> {
         self.reducer.discard()?;
         self.reducer.reset_window();
+        self.reducer.take_reductions();
+        self.clock.forget(self.steps + 1);
         self.forget_window();
         self.clipping = None;
         Ok(())

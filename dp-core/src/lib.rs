@@ -50,6 +50,9 @@ mod init;
 mod initial_values;
 mod little_endian;
 mod param;
+mod param_kinds;
+mod param_shapes;
+mod param_spec;
 mod store;
 
 mod precision;
@@ -76,8 +79,10 @@ mod summary;
 mod config;
 mod ddp;
 pub mod engine;
+mod report;
 mod sentinel;
 mod step;
+mod step_clock;
 mod trainer;
 
 pub mod checkpoint;
@@ -86,6 +91,9 @@ mod varmap_sync;
 
 mod metrics;
 mod sampler;
+
+mod timeline;
+pub mod trace;
 
 mod error;
 pub mod memory;
@@ -108,10 +116,13 @@ pub use optim::{
     WarmupType,
 };
 pub use param::{Param, ParamKind};
+pub use param_shapes::ParamShapes;
+pub use param_spec::ParamSpec;
 pub use precision::GradAccumDType;
+pub use report::{LocalReport, SkipReason, StepRecord, StepReport};
 pub use sampler::{DistributedSampler, Remainder};
-pub use step::{SkipReason, StepReport};
 pub use store::ParamStore;
+pub use timeline::Timeline;
 pub use trainer::{Accumulation, Trainer};
 pub use varmap_sync::VarMapSync;
 pub use world::{Backend, Rank, World};

@@ -60,6 +60,28 @@ impl Loss<'_> {
         }
     }
 
+    /// The loss times its weight: what it adds to the numerator of the mean. Copied from the device. 0 where the weight is.
+    pub(crate) fn weighted_value(self) -> Result<f64> {
+        let (loss, factor) = match self {
+            Self::Nothing | Self::Mean { count: 0, .. } | Self::Sum { count: 0, .. } => {
+                return Ok(0.0);
+            }
+            Self::PerRank(loss) | Self::Sum { loss, .. } => (loss, 1.0),
+            Self::Mean { loss, count } => (loss, count as f64),
+        };
+        let loss = match loss.rank() {
+            0 => loss.clone(),
+            _ => loss.reshape(())?,
+        };
+        let value = match loss.dtype() {
+            DType::F32 => f64::from(loss.to_scalar::<f32>()?),
+            DType::F16 => loss.to_scalar::<half::f16>()?.to_f64(),
+            DType::BF16 => loss.to_scalar::<half::bf16>()?.to_f64(),
+            _ => loss.to_dtype(DType::F64)?.to_scalar::<f64>()?,
+        };
+        Ok(value * factor)
+    }
+
     /// `scale`: all losses are multiplied by it. `late`: the weight is multiplied into the gradients, in f32. A gradient of 16
     /// bits has no room for a count.
     pub(crate) fn weighted(self, scale: f64, late: bool) -> Result<WeightedLoss> {

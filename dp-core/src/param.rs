@@ -14,9 +14,6 @@ use crate::little_endian::write_le;
 use crate::memory::{Category, Ledger};
 use crate::precision::{narrow, widen, with_trainable};
 
-/// Chooses parameters by their full names.
-pub(crate) type NamePredicate = Arc<dyn Fn(&str) -> bool + Send + Sync>;
-
 /// What a named tensor of the model is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]

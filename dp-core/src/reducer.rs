@@ -5,6 +5,8 @@
 //! gradients are there and all buckets before it are launched; what is left at the end of backward, because a
 //! parameter was not used, is launched then, with zeros for what is missing.
 
+mod in_flight;
+
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,22 +16,26 @@ use parking_lot::Mutex;
 
 use crate::bucket::BucketLayout;
 use crate::buffer::Buffer;
-use crate::comm::{Collective, Communicator, Pending, ReduceOp, Request};
+use crate::comm::{Collective, Communicator, ReduceOp, Request, TimedComm};
 use crate::config::EngineConfig;
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
 use crate::loss::WeightedLoss;
 use crate::memory::Ledger;
 use crate::param::Param;
-use crate::precision::{convert_buffer, read_gradient};
-use crate::strategy::{BufferPool, Strategy};
+use crate::precision::read_gradient;
+use crate::step_clock::Reductions;
+use crate::strategy::{BufferPool, PoolSize, Strategy};
 use crate::summary::{Summary, Weights};
+use crate::trace::phase;
+
+use in_flight::InFlight;
 
 /// The hook's end of a trainer: it owns the gradients between backward and step.
 pub(crate) struct Reducer(Mutex<State>);
 
 struct State {
-    comm: Arc<dyn Communicator>,
+    comm: Arc<TimedComm>,
     layout: Arc<BucketLayout>,
     params: Arc<[Param]>,
     /// Positions in `params` in the order that all ranks share: what ranks send each other per parameter goes in it.
@@ -61,6 +67,9 @@ struct State {
     /// Per bucket: expected gradients that have not appeared in this backward.
     missing: Vec<usize>,
     next_launch: usize,
+    /// Number of the step and position of the micro-batch in it, for spans.
+    at: (u64, usize),
+    reductions: Reductions,
     in_flight: VecDeque<InFlight>,
     /// The dtype to reduce in, if not that of the gradients, and the buffers for it.
     wire: Option<(DType, BufferPool)>,
@@ -74,14 +83,6 @@ struct State {
     summary_buffer: Option<Buffer>,
     /// Per parameter, for `settle`.
     altered: Vec<bool>,
-}
-
-/// A bucket that is being reduced.
-struct InFlight {
-    bucket: usize,
-    pending: Pending,
-    /// The bucket's own buffer, if a converted copy of it is on its way.
-    kept: Option<Buffer>,
 }
 
 #[derive(Clone, Copy)]
@@ -130,22 +131,22 @@ impl GradientSink for Reducer {
 
 impl Reducer {
     pub fn new(
-        comm: Arc<dyn Communicator>,
+        comm: Arc<TimedComm>,
         layout: Arc<BucketLayout>,
         params: Arc<[Param]>,
         order: Vec<usize>,
         strategy: Box<dyn Strategy>,
         config: &EngineConfig,
         ledger: &Ledger,
-    ) -> Self {
+    ) -> Result<Self> {
         let (num_params, num_buckets) = (params.len(), layout.buckets().len());
         let watch_finite = config.skips_non_finite();
-        let wire = config.communication_dtype.map(|dtype| {
-            // One bucket is converted while another one is on its way.
-            let pool = BufferPool::new(dtype, layout.max_padded_len(), 2, ledger);
-            (dtype, pool)
-        });
-        Self(Mutex::new(State {
+        let convert = |dtype| PoolSize::to_convert(&layout, dtype);
+        let wire = match config.communication_dtype.and_then(convert) {
+            Some(size) => Some((size.dtype, BufferPool::new(size, ledger)?)),
+            None => None,
+        };
+        Ok(Self(Mutex::new(State {
             comm,
             layout,
             params,
@@ -162,6 +163,8 @@ impl Reducer {
             used: vec![false; num_params],
             missing: vec![0; num_buckets],
             next_launch: 0,
+            at: (0, 0),
+            reductions: Reductions::default(),
             in_flight: VecDeque::new(),
             wire,
             warned_order: false,
@@ -173,13 +176,22 @@ impl Reducer {
             last_summary: None,
             summary_buffer: None,
             altered: vec![false; num_params],
-        }))
+        })))
     }
 
-    /// Runs backward on `loss`, with hooks that fill the buckets. `used`: positions of the parameters in its graph; `last`:
-    /// the last micro-batch of its window.
-    pub fn backward(&self, loss: &WeightedLoss, used: &[usize], last: bool) -> Result<()> {
-        let reduce = self.0.lock().begin(loss, used, last)?;
+    /// Runs backward on `loss`, with hooks that fill the buckets. `used`: positions of the parameters in its graph; `at`:
+    /// number of the step and position of the micro-batch in it; `last`: the last one of its window.
+    pub fn backward(
+        &self,
+        loss: &WeightedLoss,
+        used: &[usize],
+        at: (u64, usize),
+        last: bool,
+    ) -> Result<()> {
+        let mut state = self.0.lock();
+        state.at = at;
+        let reduce = state.begin(loss, used, last)?;
+        drop(state);
         // Also when a panic passes through: no gradient may be taken for one of this backward after it.
         let running = Running::new(self);
         let outcome = match &loss.tensor {
@@ -187,7 +199,7 @@ impl Reducer {
             None => Ok(()),
         };
         drop(running);
-        let mut state = self.0.lock();
+        state = self.0.lock();
         if let Err(error) = outcome {
             return Err(state.hook_error.take().unwrap_or_else(|| error.into()));
         }
@@ -195,6 +207,16 @@ impl Reducer {
             state.launch_rest()?;
         }
         Ok(())
+    }
+
+    /// Adds a micro-batch's loss, times its weight.
+    pub fn add_loss(&self, loss: f64) {
+        self.0.lock().mine.loss += loss;
+    }
+
+    /// The reductions since the last call.
+    pub fn take_reductions(&self) -> Reductions {
+        std::mem::take(&mut self.0.lock().reductions)
     }
 
     /// Reduces what a window that ended early has gathered.
@@ -223,6 +245,7 @@ impl Reducer {
         if let Some(summary) = &state.summary {
             return Ok(Arc::clone(summary));
         }
+        let _span = phase!("wait", state.comm.rank(), step);
         let request = Request::new(Collective::AllReduce(ReduceOp::Sum), agreement).of_step(step);
         let State {
             mine,
@@ -241,7 +264,10 @@ impl Reducer {
         mine.write(order, used, altered, &mut buffer)?;
         let pending = state.comm.start(request, buffer);
         let pending = state.remember(pending)?;
+        let before = state.comm.clock().spent();
         while state.collect_oldest()? {}
+        let waited = state.comm.clock().spent() - before;
+        state.reductions.waited += waited;
         let sum = state.remember(pending.wait())?;
         // The last one is still held by nobody but this, unless a step has failed.
         let mut summary = state.last_summary.take().unwrap_or_default();
@@ -392,87 +418,5 @@ impl State {
             self.launch_next()?;
         }
         Ok(())
-    }
-
-    fn launch_rest(&mut self) -> Result<()> {
-        while self.next_launch < self.layout.buckets().len() {
-            self.launch_next()?;
-        }
-        Ok(())
-    }
-
-    fn launch_next(&mut self) -> Result<()> {
-        let index = self.next_launch;
-        self.make_room(index)?;
-        while self.wire.as_ref().is_some_and(|(_, p)| !p.has_room()) && self.collect_oldest()? {}
-        let bucket = &self.layout.buckets()[index];
-        let values = self.strategy.buffer(index)?;
-        for slot in bucket.slots.iter().filter(|s| !self.written[s.param_idx]) {
-            values.fill_zero(slot.range.clone());
-        }
-        values.fill_zero(bucket.len()..bucket.padded_len);
-        let (label, padded_len) = (Arc::clone(&bucket.label), bucket.padded_len);
-        let own = self.strategy.take(index)?;
-        let (buffer, kept) = match &mut self.wire {
-            Some((dtype, pool)) if *dtype != own.dtype() => {
-                let mut converted = pool.lend(padded_len)?;
-                convert_buffer(&own, &mut converted)?;
-                (converted, Some(own))
-            }
-            _ => (own, None),
-        };
-        let collective = self.strategy.reduction(ReduceOp::Mean);
-        let pending = self.comm.start(Request::new(collective, label), buffer);
-        let pending = self.remember(pending)?;
-        self.in_flight.push_back(InFlight {
-            bucket: index,
-            pending,
-            kept,
-        });
-        self.next_launch += 1;
-        while !self.overlap && self.collect_oldest()? {}
-        Ok(())
-    }
-
-    /// Keeps the strategy's memory bound: waits for earlier buckets before another one is opened. Where gradients
-    /// appear in another order than the buckets', there may be none to wait for; then the bound gives way.
-    fn make_room(&mut self, bucket: usize) -> Result<()> {
-        while !self.strategy.has_room(bucket) && self.collect_oldest()? {}
-        if !self.strategy.has_room(bucket) && !std::mem::replace(&mut self.warned_order, true) {
-            tracing::warn!(
-                "gradients appear in another order than the buckets', so {} holds more buckets than it means to; create \
-                 the parameters in the order in which the model uses them. This is said once.",
-                self.strategy.name()
-            );
-        }
-        Ok(())
-    }
-
-    /// Takes back finished buckets, without waiting.
-    fn collect_done(&mut self) -> Result<()> {
-        while self.in_flight.front().is_some_and(|f| f.pending.is_done()) {
-            self.collect_oldest()?;
-        }
-        Ok(())
-    }
-
-    /// Waits for the oldest bucket in flight; false if there is none.
-    fn collect_oldest(&mut self) -> Result<bool> {
-        let Some(InFlight {
-            bucket,
-            pending,
-            kept,
-        }) = self.in_flight.pop_front()
-        else {
-            return Ok(false);
-        };
-        let mut buffer = self.remember(pending.wait())?;
-        if let (Some(mut own), Some((_, pool))) = (kept, &mut self.wire) {
-            convert_buffer(&buffer, &mut own)?;
-            pool.give_back(std::mem::replace(&mut buffer, own));
-        }
-        let first = !std::mem::replace(&mut self.reduced[bucket], true);
-        self.strategy.reduced(bucket, buffer, first)?;
-        Ok(true)
     }
 }

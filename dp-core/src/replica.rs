@@ -3,43 +3,13 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 
-use serde::{Deserialize, Serialize};
-
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, Request};
 use crate::error::{Error, Result};
 use crate::memory::Ledger;
 use crate::param::{Param, ParamKind};
+use crate::param_spec::ParamSpec;
 use crate::precision::is_trainable;
-
-/// What must agree between ranks about one parameter.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct ParamSpec {
-    pub name: String,
-    pub shape: Vec<usize>,
-    pub dtype: String,
-    pub kind: ParamKind,
-}
-
-impl ParamSpec {
-    pub fn of(param: &Param) -> Self {
-        Self {
-            name: param.name().to_string(),
-            shape: param.tensor().dims().to_vec(),
-            dtype: param.tensor().dtype().as_str().to_string(),
-            kind: param.kind(),
-        }
-    }
-
-    pub(crate) fn describe(&self) -> String {
-        let kind = match self.kind {
-            ParamKind::Trained => "trained",
-            ParamKind::Frozen => "frozen",
-            ParamKind::Buffer => "a buffer",
-        };
-        format!("{:?} {}, {kind}", self.shape, self.dtype)
-    }
-}
 
 /// Checks on every rank that all ranks' parameters agree, and returns the positions of `mine` in rank 0's order: the
 /// one canonical order, also where models create their parameters in another order on each rank.

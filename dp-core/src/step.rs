@@ -19,64 +19,33 @@ use crate::param::with_values_mut;
 use crate::param::{Param, ParamKind};
 use crate::precision::{narrow, with_trainable};
 use crate::replica::broadcast_values;
+use crate::report::{SkipReason, StepReport};
 use crate::sentinel::compare_replicas;
 use crate::strategy::Strategy;
 use crate::summary::Summary;
+use crate::trace::phase;
 
 static NON_FINITE: LazyLock<Arc<str>> =
     LazyLock::new(|| "parameters with non-finite gradients".into());
 
-/// What one optimizer step did. The same on all ranks.
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub struct StepReport {
-    /// Number of steps taken, this one included unless it was skipped.
-    pub step: u64,
-    /// Why nothing was changed; `None` after an ordinary step.
-    pub skipped: Option<SkipReason>,
-    /// Micro-batches on each rank.
-    pub num_micro_batches: usize,
-    /// The weights of all micro-batches of all ranks together: their number, or the number of samples or tokens.
-    pub weight: f64,
-    /// The learning rate of each parameter group, as it was applied: with the schedule's factor.
-    pub learning_rates: Arc<[f64]>,
-    /// The gradient norm before clipping, if [`Trainer::clip_grad_norm`](crate::Trainer::clip_grad_norm) was called.
-    pub grad_norm: Option<f64>,
-    /// Names of trained parameters that no rank used in the whole window. They were left alone: no update, no weight
-    /// decay, no change of moments.
-    pub unused: Vec<String>,
-    /// What the losses of this step were multiplied by, if the trainer scales them
-    /// ([`LossScaling`](crate::LossScaling)).
-    pub loss_scale: Option<f64>,
-}
-
-/// Why a step was skipped, on all ranks alike: parameters, optimizer state, step count and schedule are as before. Buffers
-/// (batch-norm statistics), which the forward writes, become rank 0's as after any step.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum SkipReason {
-    /// No rank had any sample: all weights were 0.
-    NoSamples,
-    /// A gradient was NaN or infinite, and the trainer skips such steps ([`NonFinite::SkipStep`](crate::NonFinite::SkipStep),
-    /// or a [dynamic](crate::LossScaling::Dynamic) loss scale).
-    NonFinite {
-        /// The first such parameter in rank 0's creation order.
-        parameter: String,
-        /// The first rank that computed such a gradient of it; if each rank's was finite but their sum was not, the
-        /// first rank that saw the sum.
-        rank: usize,
-    },
-}
-
 impl<O: Optimizer> Engine<O> {
     pub(crate) fn clip_grad_norm(&mut self, kind: GradNorm, max_norm: f64) -> Result<f64> {
+        let begin = self.clock.now();
         let outcome = self.clip(kind, max_norm);
+        self.clock.end_optimizer(begin);
         self.reducer.remember_failure(outcome)
     }
 
     pub(crate) fn step(&mut self) -> Result<StepReport> {
+        let begin = self.clock.now();
         let outcome = self.settle_and_update();
-        self.reducer.remember_failure(outcome)
+        self.clock.end_optimizer(begin);
+        let report = self.reducer.remember_failure(outcome)?;
+        let (sent, ledger) = (self.comm.traffic().bytes_sent(), self.store.ledger());
+        let reductions = self.reducer.take_reductions();
+        self.clock
+            .end_step(self.steps + 1, reductions, sent, ledger);
+        Ok(report)
     }
 
     fn clip(&mut self, kind: GradNorm, max_norm: f64) -> Result<f64> {
@@ -96,6 +65,7 @@ impl<O: Optimizer> Engine<O> {
         let agreement = self.agreement(num_micro_batches);
         let (settings, label) = (agreement.text(), agreement.clipped(kind, max_norm));
         let summary = self.settle(label)?;
+        let _span = phase!("clip", self.comm.rank(), self.steps + 1);
         let divisor = self.divisor(&summary);
         let num_buckets = self.layout.buckets().len();
         let norm = self.reducer.with_strategy(|strategy| {
@@ -163,13 +133,18 @@ impl<O: Optimizer> Engine<O> {
             self.loss_scale.update(skipped.is_some());
         }
         // Also after a skipped step: the forward has changed them.
-        let buffers = self.buffers.iter().copied();
-        broadcast_values(
-            &self.params,
-            buffers,
-            self.comm.as_ref(),
-            self.store.ledger(),
-        )?;
+        if !self.buffers.is_empty() {
+            // The step is counted by now, unless it was skipped.
+            let step = self.steps + u64::from(skipped.is_some());
+            let _span = phase!("broadcast_buffers", self.comm.rank(), step);
+            let buffers = self.buffers.iter().copied();
+            broadcast_values(
+                &self.params,
+                buffers,
+                self.comm.as_ref(),
+                self.store.ledger(),
+            )?;
+        }
         self.reducer.reset_window();
         self.forget_window();
         let report = StepReport {
@@ -177,6 +152,10 @@ impl<O: Optimizer> Engine<O> {
             skipped,
             num_micro_batches,
             weight: summary.weight,
+            loss: match self.reports_loss && summary.weight != 0.0 {
+                true => Some(summary.loss / summary.weight),
+                false => None,
+            },
             learning_rates: self.learning_rates(&optimizers),
             grad_norm: self.clipping.take().map(|c| c.norm),
             unused,
@@ -243,10 +222,14 @@ impl<O: Optimizer> Engine<O> {
             *steps += u64::from(*used);
         }
         let reducer = Arc::clone(&self.reducer);
+        let (rank, step) = (self.comm.rank(), self.steps + 1);
         reducer.with_strategy(|strategy| -> Result<()> {
+            let span = phase!("optimizer", rank, step);
             for bucket in 0..self.layout.buckets().len() {
                 self.update_owned(strategy, bucket, optimizers, used, divisor)?;
             }
+            drop(span);
+            let _span = strategy.is_sharded().then(|| phase!("gather", rank, step));
             strategy.publish(&self.layout, &self.params, self.comm.as_ref())
         })?;
         self.steps += 1;

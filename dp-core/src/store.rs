@@ -16,7 +16,9 @@ use crate::hook::{GradientSink, HookOp, HookSlot};
 use crate::init::initial_values;
 use crate::initial_values::InitialValues;
 use crate::memory::{Category, Ledger, Reservation};
-use crate::param::{NamePredicate, Param, ParamKind};
+use crate::param::{Param, ParamKind};
+use crate::param_kinds::ParamKinds;
+use crate::param_spec::check_same;
 
 /// Creates the parameters of a model, with gradient hooks, through Candle's own `VarBuilder`.
 ///
@@ -51,8 +53,7 @@ struct Inner {
 #[derive(Clone)]
 struct Settings {
     seed: u64,
-    frozen: Option<NamePredicate>,
-    is_buffer: NamePredicate,
+    kinds: ParamKinds,
     initial: Option<Arc<InitialValues>>,
 }
 
@@ -77,8 +78,7 @@ impl ParamStore {
                 hooks: Arc::default(),
                 settings: Mutex::new(Settings {
                     seed: 0,
-                    frozen: None,
-                    is_buffer: Arc::new(is_batch_norm_statistic),
+                    kinds: ParamKinds::default(),
                     initial: None,
                 }),
                 params: Mutex::default(),
@@ -97,7 +97,7 @@ impl ParamStore {
     /// reduction (`requires_grad = False` in PyTorch).
     #[must_use]
     pub fn with_frozen(self, predicate: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
-        self.inner.settings.lock().frozen = Some(Arc::new(predicate));
+        self.inner.settings.lock().kinds.frozen = Some(Arc::new(predicate));
         self
     }
 
@@ -105,7 +105,7 @@ impl ParamStore {
     /// that end in `running_mean` or `running_var` are.
     #[must_use]
     pub fn with_buffers(self, predicate: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
-        self.inner.settings.lock().is_buffer = Arc::new(predicate);
+        self.inner.settings.lock().kinds.is_buffer = Arc::new(predicate);
         self
     }
 
@@ -211,12 +211,6 @@ impl std::fmt::Debug for ParamStore {
     }
 }
 
-/// The default rule for [`ParamStore::with_buffers`].
-fn is_batch_norm_statistic(name: &str) -> bool {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    matches!(last, "running_mean" | "running_var")
-}
-
 struct Backend(Arc<Inner>);
 
 impl Backend {
@@ -226,16 +220,7 @@ impl Backend {
         let mut params = inner.params.lock();
         if let Some(&index) = params.index.get(name) {
             let known = &params.list[index].tensor;
-            if known.shape() != &shape || known.dtype() != dtype {
-                return Err(Error::parameter(
-                    name,
-                    format!(
-                        "asked for as {shape:?} {dtype:?}, but it exists as {:?} {:?}",
-                        known.shape(),
-                        known.dtype()
-                    ),
-                ));
-            }
+            check_same(name, (known.shape(), known.dtype()), (&shape, dtype))?;
             let known = known.clone();
             params.list[index].tied = true;
             return Ok(known);
@@ -252,13 +237,7 @@ impl Backend {
             Some(initial) => initial.load(name, &shape, dtype)?,
             None => initial_values(settings.seed, name, init, &shape, dtype)?,
         };
-        let kind = if (settings.is_buffer)(name) {
-            ParamKind::Buffer
-        } else if settings.frozen.as_ref().is_some_and(|frozen| frozen(name)) {
-            ParamKind::Frozen
-        } else {
-            ParamKind::Trained
-        };
+        let kind = settings.kinds.of(name);
         let name: Arc<str> = name.into();
         let op = HookOp {
             name: Arc::clone(&name),

@@ -6,7 +6,7 @@ use crate::loss::{WeightKind, WeightedLoss};
 use crate::param::Param;
 
 /// Numbers before the flags of the parameters.
-const HEADER: usize = 3;
+const HEADER: usize = 4;
 
 /// More than there are ranks, and so many times that the sum is still exact.
 const ALTERED: f64 = (1u64 << 24) as f64;
@@ -15,6 +15,8 @@ const ALTERED: f64 = (1u64 << 24) as f64;
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Weights {
     weight: f64,
+    /// The sum of losses times weights.
+    pub loss: f64,
     num_per_rank: usize,
     num_counted: usize,
 }
@@ -43,6 +45,7 @@ impl Weights {
             self.weight,
             self.num_per_rank as f64,
             self.num_counted as f64,
+            self.loss,
         ]);
         for (flag, &i) in flags.iter_mut().zip(order) {
             *flag = f64::from(u8::from(used[i])) + ALTERED * f64::from(u8::from(altered[i]));
@@ -61,6 +64,8 @@ impl Weights {
 pub(crate) struct Summary {
     /// The sum of all weights.
     pub weight: f64,
+    /// The sum of all losses times their weights.
+    pub loss: f64,
     /// Per parameter: some rank has used it.
     pub used: Vec<bool>,
 }
@@ -84,6 +89,7 @@ impl Summary {
             ));
         }
         self.weight = sum[0];
+        self.loss = sum[3];
         self.used.resize(order.len(), false);
         for (&param_idx, flag) in order.iter().zip(&sum[HEADER..]) {
             if *flag >= ALTERED {

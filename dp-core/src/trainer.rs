@@ -12,7 +12,7 @@ use crate::loss::Loss;
 use crate::memory::Ledger;
 use crate::norm::GradNorm;
 use crate::optim::{LrSchedule, Optimizer, ParamGroup};
-use crate::step::StepReport;
+use crate::report::{LocalReport, StepRecord, StepReport};
 use crate::store::ParamStore;
 
 /// Trains one rank's replica together with the other ranks.
@@ -76,6 +76,13 @@ pub trait Trainer {
         self.engine_mut().backward(loss, 0, true)
     }
 
+    /// Says that the forward begins now, so that what the program did since the last step (drawing a batch, an evaluation, a
+    /// checkpoint) counts neither for [`LocalReport::forward`] nor for [`LocalReport::total`], and is not drawn in a
+    /// [`Timeline`](crate::Timeline). Without it, the forward begins where the last step ended. Local to the rank.
+    fn begin_forward(&mut self) {
+        self.engine_mut().begin_forward();
+    }
+
     /// Begins a step that averages `num_micro_batches` backward passes; see [`Accumulation`].
     ///
     /// # Errors
@@ -122,6 +129,41 @@ pub trait Trainer {
     /// [`Error::Misuse`] without gradients; those of the collectives.
     fn step(&mut self) -> Result<StepReport> {
         self.engine_mut().step()
+    }
+
+    /// What the last step took on this rank: times, bytes sent, memory. All zero before the first step.
+    fn local_report(&self) -> &LocalReport {
+        self.engine().clock.last()
+    }
+
+    /// The last step as one flat JSON object, for a metrics file with a line per step; `report` is what [`step`](Self::step) has returned.
+    ///
+    /// ```
+    /// # use candle_core::DType;
+    /// # use candle_nn::Module;
+    /// # use dp_core::{DistributedDataParallel, ParamStore, Result, Sgd, Trainer, World};
+    /// # fn main() -> Result<()> {
+    /// # World::threads(1)?.run(|rank| {
+    /// # let store = ParamStore::new(rank.device());
+    /// # let model = candle_nn::linear(2, 1, store.var_builder(DType::F32))?;
+    /// # let mut trainer = DistributedDataParallel::new(store, rank.comm(), Sgd::new(0.1))?;
+    /// # let x = candle_core::Tensor::ones((4, 2), DType::F32, rank.device())?;
+    /// trainer.backward(&model.forward(&x)?.sqr()?.mean_all()?)?;
+    /// let report = trainer.step()?;
+    /// let line = serde_json::to_string(&trainer.record(&report)).expect("a record is plain data");
+    /// assert!(line.starts_with(r#"{"step":1,"loss":"#));
+    /// # Ok(())
+    /// # })
+    /// # }
+    /// ```
+    fn record(&self, report: &StepReport) -> StepRecord {
+        let groups = self.param_groups().iter().map(ParamGroup::name);
+        StepRecord::new(
+            report,
+            self.local_report(),
+            self.engine().comm().rank(),
+            groups,
+        )
     }
 
     /// Forgets the gradients of a backward or an accumulation that no step shall use. All ranks call it.
@@ -373,6 +415,11 @@ impl<O: Optimizer> Accumulation<'_, O> {
         self.engine.backward(loss, self.done, last)?;
         self.done += 1;
         Ok(())
+    }
+
+    /// As [`Trainer::begin_forward`], for the next micro-batch.
+    pub fn begin_forward(&mut self) {
+        self.engine.begin_forward();
     }
 
     /// Ends the window; call `step` next. Without any micro-batch there is nothing to step.

@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 use crate::memory::Ledger;
 use crate::param::Param;
 use crate::param::with_values;
-use crate::replica::{ParamSpec, broadcast_values, check_replicas};
+use crate::param_spec::ParamSpec;
+use crate::replica::{broadcast_values, check_replicas};
 
 /// Keeps the `VarMap`s of all ranks alike: two lines in an existing training loop.
 ///
@@ -65,7 +66,7 @@ impl VarMapSync {
             .iter()
             .map(|(name, var)| Param::trained(name, var.as_tensor()))
             .collect();
-        let specs: Vec<ParamSpec> = params.iter().map(ParamSpec::of).collect();
+        let specs = ParamSpec::of_all(&params);
         check_replicas(&specs, comm.as_ref())?;
         refuse_shared(&vars, comm.as_ref())?;
         broadcast_values(&params, 0..params.len(), comm.as_ref(), &Ledger::new())?;

@@ -1,5 +1,5 @@
 use candle_core::{DType, Device};
-use dp_core::{BucketCaps, BucketLayout, GradAccumDType, Param, ParamStore, Result};
+use dp_core::{BucketCaps, BucketLayout, GradAccumDType, Param, ParamSpec, ParamStore, Result};
 use proptest::prelude::*;
 
 use crate::support::{expect_error, ones};
@@ -30,7 +30,7 @@ proptest! {
         let params = params(&sizes).expect("new names");
         let order: Vec<usize> = (0..params.len()).collect();
         let caps = BucketCaps::with_first(4 * first, 4 * rest).expect("positive");
-        let layout = BucketLayout::new(&params, &order, caps, GradAccumDType::F32, world_size);
+        let layout = BucketLayout::new(&ParamSpec::of_all(&params), &order, caps, GradAccumDType::F32, world_size);
 
         // Trained parameters in reverse creation order.
         let in_order: Vec<usize> = layout.buckets().iter().flat_map(|b| &b.slots).map(|s| s.param_idx).collect();
@@ -108,7 +108,13 @@ fn the_default_caps_are_1_and_25_mib() {
     let params = params(&[(157_286, false); 44]).expect("new names");
     let order: Vec<usize> = (0..params.len()).collect();
     let count = |caps| {
-        let layout = BucketLayout::new(&params, &order, caps, GradAccumDType::F32, 2);
+        let layout = BucketLayout::new(
+            &ParamSpec::of_all(&params),
+            &order,
+            caps,
+            GradAccumDType::F32,
+            2,
+        );
         layout
             .buckets()
             .iter()
@@ -134,7 +140,7 @@ fn the_default_caps_are_1_and_25_mib() {
 fn a_bucket_is_labelled_with_its_parameters() {
     let params = params(&[(3, false), (2, true), (1, false)]).expect("new names");
     let (caps, accum) = (BucketCaps::default(), GradAccumDType::F32);
-    let layout = BucketLayout::new(&params, &[0, 1, 2], caps, accum, 4);
+    let layout = BucketLayout::new(&ParamSpec::of_all(&params), &[0, 1, 2], caps, accum, 4);
     let bucket = &layout.buckets()[0];
     assert_eq!(
         (&*bucket.label, bucket.len(), bucket.padded_len),
@@ -159,7 +165,7 @@ fn dtypes_have_buckets_of_their_own() {
     let order: Vec<usize> = (0..params.len()).collect();
     let labels = |accum, bytes| {
         let caps = BucketCaps::with_first(bytes, bytes).expect("positive");
-        let layout = BucketLayout::new(&params, &order, caps, accum, 2);
+        let layout = BucketLayout::new(&ParamSpec::of_all(&params), &order, caps, accum, 2);
         let buckets = layout.buckets().iter();
         buckets
             .map(|b| (b.label.to_string(), b.dtype, b.grad_dtype))

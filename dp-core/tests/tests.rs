@@ -19,6 +19,9 @@ mod oracle;
 /// ParamStore: initial values, ties, frozen parameters, files, life times.
 mod store;
 
+/// ParamShapes: the parameters of a model without its memory.
+mod shapes;
+
 /// Unmodified layers of candle_nn on a ParamStore.
 mod layers;
 

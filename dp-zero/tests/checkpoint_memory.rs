@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use candle_core::DType;
 use dp_core::memory::{CountingAllocator, heap_usage, reset_heap_peak};
-use dp_core::{AdamW, EngineConfig, Optimizer, ParamStore, Rank, Result, Trainer, World};
+use dp_core::{
+    AdamW, EngineConfig, Optimizer, ParamSpec, ParamStore, Rank, Result, Trainer, World,
+};
 use dp_zero::{ModelStates, Sharding};
 
 #[global_allocator]
@@ -66,7 +68,7 @@ fn a_rank_reads_its_share_and_holds_it_once() -> Result<()> {
             assert!(saving < MIB, "{strategy:?}: saving took {saving} bytes");
             let states = ModelStates::of_layout(
                 trainer.layout(),
-                &trainer.store().params(),
+                &ParamSpec::of_all(&trainer.store().params()),
                 strategy,
                 AdamW::default().state_names().len(),
             );

@@ -99,7 +99,12 @@ impl PendingCollective for OnTheWay {
 }
 
 /// One step of a tower of layers; returns the ticks that the link was busy, and those that the rank has waited for it.
-fn step(strategy: Sharding, rank: &Rank, layers_per_bucket: usize) -> Result<(u64, u64)> {
+fn step(
+    strategy: Sharding,
+    rank: &Rank,
+    layers_per_bucket: usize,
+    overlap: bool,
+) -> Result<(u64, u64)> {
     let (n, clock) = (rank.world_size(), Arc::new(Clock::default()));
     let store = ParamStore::new(rank.device());
     let layers = (0..LAYERS)
@@ -113,6 +118,7 @@ fn step(strategy: Sharding, rank: &Rank, layers_per_bucket: usize) -> Result<(u6
     let caps = BucketCaps::with_first(cap, cap)?;
     let mut trainer = AnyTrainer::over(comm, strategy, store, Sgd::new(0.1), |engine| {
         engine.bucket_caps = caps;
+        engine.overlap_comm = overlap;
     })?;
     let mut h = Tensor::ones(n, DType::F32, rank.device())?;
     for layer in &layers {
@@ -133,12 +139,16 @@ fn step(strategy: Sharding, rank: &Rank, layers_per_bucket: usize) -> Result<(u6
 fn backward_hides_at_least_four_fifths_of_a_slow_link() {
     for strategy in STRATEGIES {
         for world_size in [1, 2, 3, 4] {
-            for (sent, exposed) in ranks(world_size, move |rank| step(strategy, &rank, 1)) {
+            for (sent, exposed) in ranks(world_size, move |rank| step(strategy, &rank, 1, true)) {
                 assert_eq!(sent, LAYERS * LINK);
                 assert!(5 * exposed <= sent, "{strategy:?}: {exposed} of {sent}");
             }
             // All in one bucket: there is nothing to hide behind. So the figure above is not one that anything gives.
-            for (sent, exposed) in ranks(world_size, move |rank| step(strategy, &rank, 20)) {
+            for (sent, exposed) in ranks(world_size, move |rank| step(strategy, &rank, 20, true)) {
+                assert_eq!((sent, exposed), (LAYERS * LINK, LAYERS * LINK));
+            }
+            // Without overlap each bucket is waited for.
+            for (sent, exposed) in ranks(world_size, move |rank| step(strategy, &rank, 1, false)) {
                 assert_eq!((sent, exposed), (LAYERS * LINK, LAYERS * LINK));
             }
         }

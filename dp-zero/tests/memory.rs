@@ -3,7 +3,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Tensor};
 use dp_core::memory::LedgerSnapshot;
 use dp_core::{
-    AdamW, BucketCaps, BucketLayout, EngineConfig, GradAccumDType, NonFinite, Optimizer,
+    AdamW, BucketCaps, BucketLayout, EngineConfig, GradAccumDType, NonFinite, Optimizer, ParamSpec,
     ParamStore, Rank, Result, Sgd, Trainer,
 };
 use dp_zero::{BytesPerElement, ModelStates, Sharding, bytes_sent_per_step};
@@ -49,7 +49,7 @@ fn check_counted<O: Optimizer>(
         engine.bucket_caps = caps(cap);
         engine.grad_accum_dtype = accum;
     })?;
-    let params = trainer.store().params();
+    let params = ParamSpec::of_all(&trainer.store().params());
     let predicted = ModelStates::of_layout(trainer.layout(), &params, strategy, num_states);
     let predicted = predicted.expect("a strategy with a trainer");
     for step in 0..2 {
@@ -322,7 +322,7 @@ fn a_layout_of_divisible_parameters_is_the_estimate() {
         ones(&store, (10, 40), "a")?;
         ones(&store, 80, "b")?;
         let trainer = AnyTrainer::new(Sharding::Zero1, store, &rank, AdamW::default(), caps(100))?;
-        let params = trainer.store().params();
+        let params = ParamSpec::of_all(&trainer.store().params());
         for sharding in STRATEGIES {
             let exact = ModelStates::of_layout(trainer.layout(), &params, sharding, 2);
             assert_eq!(

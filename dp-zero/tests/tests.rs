@@ -19,6 +19,12 @@ mod hidden_communication;
 /// Bytes held and bytes sent: counted against predicted.
 mod memory;
 
+/// What a step reports: the mean loss on all ranks, times, bytes, a line of a metrics file.
+mod step_report;
+
+/// The timeline of a run: complete, in order, and with the overlap in it.
+mod timeline;
+
 /// 16-bit parameters with f32 masters: exact values, and the same bits in all strategies.
 mod mixed_precision;
 
@@ -54,6 +60,9 @@ mod faulty;
 
 /// A communicator that delays, fails, panics or loses messages, at every place of two steps.
 mod faults;
+
+/// What is planned before a trainer is made is what the trainer counts; the figures of the ZeRO paper.
+mod plan;
 
 /// Checkpoints: any trainer loads what any other has saved, and goes on as if nothing had happened.
 mod checkpoint;

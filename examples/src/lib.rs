@@ -1,9 +1,14 @@
 //! What several example programs share.
 
 pub mod checks;
+pub mod html;
+pub mod line_chart;
+pub mod logging;
 pub mod machine;
 pub mod options;
 pub mod pages;
+pub mod sizes;
 pub mod statistics;
 pub mod table;
+pub mod train;
 pub mod wines;

@@ -2,8 +2,12 @@
 
 use std::process::ExitCode;
 
+use candle_core::DType;
+use clap::ValueEnum;
+use dp_core::GradAccumDType;
 use dp_models::GptConfig;
 use dp_zero::Sharding;
+use serde::Serialize;
 
 use crate::machine;
 
@@ -33,6 +37,41 @@ pub fn strategy(name: &str) -> Result<Sharding, String> {
         "zero1" => Ok(Sharding::Zero1),
         "zero2" => Ok(Sharding::Zero2),
         _ => Err("expected ddp, zero1 or zero2".to_string()),
+    }
+}
+
+/// The last layer's weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Head {
+    /// The token embedding.
+    Tied,
+    /// Its own.
+    Untied,
+}
+
+/// A dtype that can be trained, by its name.
+///
+/// # Errors
+/// Other names.
+pub fn dtype(name: &str) -> Result<DType, String> {
+    match name {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::BF16),
+        "f16" => Ok(DType::F16),
+        _ => Err("expected f32, bf16 or f16".to_string()),
+    }
+}
+
+/// What gradients of 16-bit parameters are kept in, by its name.
+///
+/// # Errors
+/// Other names.
+pub fn grad_accum_dtype(name: &str) -> Result<GradAccumDType, String> {
+    match name {
+        "f32" => Ok(GradAccumDType::F32),
+        "parameter" => Ok(GradAccumDType::Parameter),
+        _ => Err("expected f32 or parameter".to_string()),
     }
 }
 

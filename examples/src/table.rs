@@ -32,3 +32,11 @@ pub fn mib(bytes: u64) -> String {
 pub fn thousands(value: u64) -> String {
     indicatif::HumanCount(value).to_string()
 }
+
+/// Bytes with their unit: MiB, and GiB from 10 GiB on.
+pub fn size(bytes: u64) -> String {
+    match bytes < 10 << 30 {
+        true => format!("{} MiB", mib(bytes)),
+        false => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}

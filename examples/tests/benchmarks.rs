@@ -145,6 +145,47 @@ fn training_report_has_what_it_promises() -> Result {
 }
 
 #[test]
+fn a_trace_has_all_ranks_and_steps() -> Result {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("trace.json");
+    let trace = path.to_str().ok_or("a path in UTF-8")?;
+    let more = [
+        "--ranks",
+        "2",
+        "--strategies",
+        "zero2",
+        "--steps",
+        "3",
+        "--warmup",
+        "0",
+        "--trace",
+        trace,
+    ];
+    let output = run(TRAIN, &[&SMALL[..], &more].concat())?;
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(text(&output).contains("trace.json"), "{}", text(&output));
+    let events = read(&path)?;
+    let events = events.as_array().ok_or("an array of events")?;
+    for (rank, step) in [0, 1].into_iter().flat_map(|r| [1, 2, 3].map(|s| (r, s))) {
+        let of = |e: &&Value| e["ph"] == "X" && e["pid"] == rank && e["args"]["step"] == step;
+        let names: Vec<_> = events.iter().filter(of).map(|e| &e["name"]).collect();
+        let all = [
+            "forward",
+            "backward",
+            "reduction of bucket 0",
+            "wait",
+            "optimizer",
+            "gather",
+        ];
+        for name in all {
+            let count = names.iter().filter(|n| **n == name).count();
+            assert_eq!(count, 1, "{name} of rank {rank} in step {step}: {names:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn collectives_report_has_what_it_promises() -> Result {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("collectives.json");
@@ -219,7 +260,7 @@ fn bad_values_are_one_clear_line_and_exit_code_2() -> Result {
         "--init",
         &tied,
     ];
-    let train: [(&[&str], &str); 15] = [
+    let train: [(&[&str], &str); 17] = [
         (&["--ranks", "0"], "--ranks"),
         (&["--ranks", "3", "--batch", "16"], "--batch"),
         (&["--threads", "0"], "--threads"),
@@ -235,6 +276,8 @@ fn bad_values_are_one_clear_line_and_exit_code_2() -> Result {
         (&["--init", &tied], "head.weight"),
         (&one_layer, "blocks.1.ln1.weight"),
         (&["--json", "/proc/no"], "--json"),
+        (&["--trace", "/proc/no", "--strategies", "ddp"], "--trace"),
+        (&["--trace", "trace.json"], "a timeline shows one run"),
     ];
     let collectives: [(&[&str], &str); 7] = [
         (&["--ranks", "0"], "--ranks"),

@@ -20,7 +20,9 @@ use crate::error::{Error, Result};
 use crate::masters::MASTER;
 use crate::optim::{LrSchedule, Optimizer};
 use crate::param::{ParamKind, with_values_mut};
-use crate::replica::{ParamSpec, broadcast_values};
+use crate::param_spec::ParamSpec;
+use crate::replica::broadcast_values;
+use crate::trace::phase;
 
 /// What a load has found, apart from what went into the trainer.
 #[derive(Debug, Clone, PartialEq)]
@@ -88,6 +90,7 @@ impl<O: Optimizer> Engine<O> {
     }
 
     pub(crate) fn load(&mut self, path: &Path, options: &LoadOptions) -> Result<LoadedCheckpoint> {
+        let span = phase!("load", self.comm.rank(), self.steps);
         self.require_window_for_load()?;
         // Rank 0 decides which checkpoint it is, so that all ranks load the same.
         let (name, text): (Option<String>, String) =
@@ -123,6 +126,8 @@ impl<O: Optimizer> Engine<O> {
         let fixed = self.order.iter().copied().filter(fixed);
         broadcast_values(&self.params, fixed, self.comm.as_ref(), self.store.ledger())?;
         self.end_load()?;
+        drop(span);
+        self.clock.forget(self.steps + 1);
         let Checked {
             manifest,
             new_params,
@@ -181,10 +186,10 @@ impl<O: Optimizer> Engine<O> {
         for &i in &self.order {
             let own = ParamSpec::of(&self.params[i]);
             match saved.get(own.name.as_str()) {
-                Some(record) if record.spec() == own => {}
+                Some(record) if record.is_of(&own) => {}
                 Some(record) => {
-                    let (theirs, own_text) = (record.spec().describe(), own.describe());
-                    let hint = match record.dtype == own.dtype {
+                    let (theirs, own_text) = (record.describe(), own.describe());
+                    let hint = match record.dtype == own.dtype.as_str() {
                         true => "",
                         false => {
                             "; export_safetensors and import_safetensors carry weights alone over to another dtype"

@@ -16,8 +16,8 @@ use crate::loss_scale::{LossScaleState, MIN_SCALE};
 use crate::masters::MASTER;
 use crate::optim::LrSchedule;
 use crate::param::ParamKind;
+use crate::param_spec::{ParamSpec, describe};
 use crate::precision::has_master;
-use crate::replica::ParamSpec;
 
 /// The version that this library writes, and the only one it reads.
 pub const MANIFEST_VERSION: u32 = 1;
@@ -268,13 +268,14 @@ impl ParamRecord {
         self.shape.iter().product()
     }
 
-    pub(crate) fn spec(&self) -> ParamSpec {
-        ParamSpec {
-            name: self.name.clone(),
-            shape: self.shape.clone(),
-            dtype: self.dtype.clone(),
-            kind: self.kind,
-        }
+    /// True if it is what the model's parameter of this name is.
+    pub(crate) fn is_of(&self, spec: &ParamSpec) -> bool {
+        (&self.shape, self.dtype.as_str(), self.kind)
+            == (&spec.shape, spec.dtype.as_str(), spec.kind)
+    }
+
+    pub(crate) fn describe(&self) -> String {
+        describe(&self.shape, &self.dtype, self.kind)
     }
 }
 

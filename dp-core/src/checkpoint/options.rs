@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::manifest::DataPosition;
 use crate::error::{Error, Result};
-use crate::param::NamePredicate;
+use crate::param_kinds::NamePredicate;
 
 /// Settings of [`Trainer::save_with`](crate::Trainer::save_with). All but the rank state are the same on all ranks.
 #[derive(Debug, Clone, Default)]

@@ -27,6 +27,7 @@ use crate::masters::MASTER;
 use crate::memory::Category;
 use crate::optim::Optimizer;
 use crate::param::{Param, ParamKind};
+use crate::trace::phase;
 
 /// A checkpoint between its beginning and its commit; one per rank.
 struct Saving {
@@ -168,6 +169,7 @@ impl<'a> Piece<'a> {
 
 impl<O: Optimizer> Engine<O> {
     pub(crate) fn save(&self, run: &Path, options: &SaveOptions) -> Result<PathBuf> {
+        let _span = phase!("save", self.comm.rank(), self.steps);
         let saving = self.begin_save("save", run, options)?;
         let written = self.with_pieces(|pieces| {
             Saving::write(
@@ -184,6 +186,7 @@ impl<O: Optimizer> Engine<O> {
         run: &Path,
         options: &SaveOptions,
     ) -> Result<PendingSave> {
+        let _span = phase!("save", self.comm.rank(), self.steps);
         let saving = self.begin_save("save_in_background", run, options)?;
         let copies = self.with_pieces(|pieces| {
             pieces

@@ -5,8 +5,9 @@
 //! slot may serve another collective).
 
 use std::ops::{Deref, Range};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
 
 use candle_core::DType;
 use parking_lot::Mutex;
@@ -21,6 +22,9 @@ use crate::buffer::{Buffer, Element, with_element};
 /// enough that claiming one, and the start of the processor's prefetching, do not count.
 const CHUNK_BYTES: usize = 64 << 10;
 
+/// What moments are counted from, since an atomic has no room for an `Instant`.
+static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+
 /// The buffers of one collective and the progress of the work on them.
 pub(super) struct Exchange {
     collective: Collective,
@@ -33,6 +37,8 @@ pub(super) struct Exchange {
     len: usize,
     next_chunk: AtomicUsize,
     finished_chunks: AtomicUsize,
+    /// When the latest chunk was finished, in nanoseconds from [`START`]; 0 before any.
+    finished_at: AtomicU64,
     /// Those who may still touch the buffers; see [`Hold`].
     holders: AtomicUsize,
 }
@@ -62,6 +68,7 @@ impl Payload for Exchange {
             len,
             next_chunk: AtomicUsize::new(0),
             finished_chunks: AtomicUsize::new(0),
+            finished_at: AtomicU64::new(0),
             holders: AtomicUsize::new(0),
         };
         exchange.renew(request, dtype, len);
@@ -78,6 +85,7 @@ impl Payload for Exchange {
         self.num_chunks = self.chunks_per_slice * world_size;
         *self.next_chunk.get_mut() = 0;
         *self.finished_chunks.get_mut() = 0;
+        *self.finished_at.get_mut() = 0;
         // Each rank will hold the slot; those who have not come yet, too, or it would be free before they do.
         *self.holders.get_mut() = world_size;
     }
@@ -142,6 +150,12 @@ impl Exchange {
         self.finished_chunks.load(Ordering::Acquire) == self.num_chunks
     }
 
+    /// When the last chunk was finished; `None` if there was none.
+    pub fn completed_at(&self) -> Option<Instant> {
+        let at = self.finished_at.load(Ordering::Relaxed);
+        (at > 0).then(|| *START + Duration::from_nanos(at))
+    }
+
     /// The chunks that each rank would do if all did as many.
     pub fn fair_share(&self) -> usize {
         self.num_chunks.div_ceil(self.berths.len())
@@ -180,6 +194,11 @@ impl Exchange {
             });
             exchange.count(home, range.len(), traffic);
         }
+        // Before the chunk counts: whoever sees all of them finished sees the latest moment.
+        let now = START.elapsed().as_nanos() as u64;
+        exchange
+            .finished_at
+            .fetch_max(now.max(1), Ordering::Relaxed);
         exchange.finished_chunks.fetch_add(1, Ordering::AcqRel);
         true
     }

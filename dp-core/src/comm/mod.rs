@@ -23,11 +23,12 @@ mod naive;
 mod reduce;
 mod rendezvous;
 mod shared;
+mod timed;
 mod traffic;
 
 use std::fmt;
 use std::sync::{Arc, LazyLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::DType;
 use serde::Serialize;
@@ -39,6 +40,7 @@ use crate::error::{Error, Result};
 pub(crate) use naive::naive_group;
 pub(crate) use rendezvous::{GroupControl, Patience};
 pub(crate) use shared::shared_group;
+pub(crate) use timed::{CommClock, TimedComm};
 pub use traffic::{CollectiveTraffic, Traffic};
 
 /// How a reduction combines the ranks' values.
@@ -303,7 +305,11 @@ impl dyn Communicator + '_ {
 ///
 /// Dropping it without waiting is allowed: the other ranks still get their results, the buffer is freed.
 #[must_use = "the buffer comes back from wait"]
-pub struct Pending(Handle);
+pub struct Pending {
+    handle: Handle,
+    /// Where the time of the wait is added.
+    clock: Option<Arc<CommClock>>,
+}
 
 /// The backend that is there in any case needs no block on the heap for each collective.
 enum Handle {
@@ -314,16 +320,28 @@ enum Handle {
 impl Pending {
     /// For backends: wraps the backend's own handle.
     pub fn new(inner: impl PendingCollective + 'static) -> Self {
-        Self(Handle::Other(Box::new(inner)))
+        Self {
+            handle: Handle::Other(Box::new(inner)),
+            clock: None,
+        }
     }
 
     fn shared(inner: shared::SharedPending) -> Self {
-        Self(Handle::Shared(inner))
+        Self {
+            handle: Handle::Shared(inner),
+            clock: None,
+        }
+    }
+
+    /// Adds the time of the wait to `clock`.
+    fn timed(mut self, clock: Arc<CommClock>) -> Self {
+        self.clock = Some(clock);
+        self
     }
 
     /// True when [`wait`](Self::wait) would return at once, with the buffer or with an error.
     pub fn is_done(&self) -> bool {
-        match &self.0 {
+        match &self.handle {
             Handle::Shared(pending) => pending.is_done(),
             Handle::Other(pending) => pending.is_done(),
         }
@@ -335,10 +353,27 @@ impl Pending {
     /// [`Error::Timeout`] after the communicator's timeout; [`Error::RankFailed`] or [`Error::RankLeft`] as soon as a
     /// rank that has not joined is known to be gone; [`Error::Mismatch`].
     pub fn wait(self) -> Result<Buffer> {
-        match self.0 {
-            Handle::Shared(pending) => pending.wait(),
-            Handle::Other(pending) => pending.wait(),
+        self.wait_and_when().0
+    }
+
+    /// [`wait`](Self::wait), and when the collective was complete, which may be long before anybody asked.
+    pub(crate) fn wait_and_when(self) -> (Result<Buffer>, Instant) {
+        let begin = self.clock.as_ref().map(|_| Instant::now());
+        let (buffer, completed) = match self.handle {
+            Handle::Shared(pending) => {
+                let buffer = pending.wait();
+                (buffer, pending.completed_at())
+            }
+            Handle::Other(pending) => {
+                let completed = pending.completed_at().filter(|_| pending.is_done());
+                (pending.wait(), completed)
+            }
+        };
+        let now = Instant::now();
+        if let (Some(clock), Some(begin)) = (self.clock, begin) {
+            clock.add(now - begin);
         }
+        (buffer, completed.unwrap_or(now))
     }
 }
 
@@ -356,4 +391,9 @@ pub trait PendingCollective: Send {
     fn is_done(&self) -> bool;
     /// See [`Pending::wait`].
     fn wait(self: Box<Self>) -> Result<Buffer>;
+    /// When the collective was complete, for backends that know; asked for when it [is](Self::is_done). Else it counts as
+    /// complete when its result is fetched, and what backward hides of it looks smaller than it is.
+    fn completed_at(&self) -> Option<Instant> {
+        None
+    }
 }

@@ -12,7 +12,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -166,7 +166,8 @@ impl SharedPending {
         (self.hold.is_ready() && self.hold.payload.is_done()) || self.group.meeting.is_closed()
     }
 
-    pub fn wait(self) -> Result<Buffer> {
+    /// Once: it takes the buffer.
+    pub fn wait(&self) -> Result<Buffer> {
         let (hold, group) = (&self.hold, &self.group);
         group.meeting.wait_until(
             self.rank,
@@ -178,5 +179,10 @@ impl SharedPending {
         // Now, so that the slot is free when the last rank has come to here, and not when this one starts something else.
         group.forget_what_is_over(self.rank);
         Ok(buffer.expect("a Pending is waited for once, and only wait takes the buffer"))
+    }
+
+    /// When the last chunk was finished, on whichever rank.
+    pub fn completed_at(&self) -> Option<Instant> {
+        self.hold.payload.completed_at()
     }
 }

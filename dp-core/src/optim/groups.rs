@@ -7,7 +7,7 @@ use super::Optimizer;
 use crate::checkpoint::VALUE;
 use crate::error::{Error, Result};
 use crate::masters::MASTER;
-use crate::param::NamePredicate;
+use crate::param_kinds::NamePredicate;
 
 /// Parameters that share hyper-parameters.
 #[derive(Clone)]

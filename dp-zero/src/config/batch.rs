@@ -183,7 +183,7 @@ mod tests {
             &["larger than any memory"],
         );
         says(
-            sizes(Some(8), Some(u64::MAX / 2), None),
+            sizes(Some(8), Some(u64::MAX), None),
             &["larger than any memory"],
         );
     }

@@ -15,12 +15,12 @@
 //! )?;
 //! let sizes = config.batch_sizes(4)?;
 //! assert_eq!((sizes.micro_batch_size, sizes.divisor()), (2, 8));
-//! World::threads(4)?.run(|rank| {
+//! World::threads(4)?.run(|rank| -> dp_core::Result<()> {
 //!     let store = ParamStore::new(rank.device());
 //!     candle_nn::linear(3, 1, store.var_builder(config.dtype()))?;
 //!     let trainer = config.trainer(store, rank.comm(), None)?;
 //!     assert_eq!(trainer.strategy_name(), "zero2");
-//!     Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+//!     Ok(())
 //! })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -340,13 +340,14 @@ impl DeepSpeedConfig {
         if fp16.loss_scale != 0.0 {
             return LossScaling::Static(fp16.loss_scale);
         }
-        let mut dynamic = DynamicLossScale::default();
-        dynamic.init_scale = 2f64.powi(fp16.initial_scale_power);
-        dynamic.growth_interval = fp16.loss_scale_window;
-        dynamic.hysteresis = fp16.hysteresis;
-        dynamic.consecutive_hysteresis = fp16.consecutive_hysteresis;
-        dynamic.min_scale = fp16.min_loss_scale;
-        LossScaling::Dynamic(dynamic)
+        LossScaling::Dynamic(DynamicLossScale {
+            init_scale: 2f64.powi(fp16.initial_scale_power),
+            growth_interval: fp16.loss_scale_window,
+            hysteresis: fp16.hysteresis,
+            consecutive_hysteresis: fp16.consecutive_hysteresis,
+            min_scale: fp16.min_loss_scale,
+            ..DynamicLossScale::default()
+        })
     }
 
     /// The settings of the engine: buckets, dtypes, loss scale, what to do about overflows.

@@ -7,11 +7,10 @@
 //! ```
 //!
 //! Model, optimizer and batches are those of `examples/pytorch/gpt_train.py`, so with its weights and its text the losses
-//! must be PyTorch's, and `--expect` compares them. Exits non-zero if one of its checks fails.
+//! must be PyTorch's, and `--expect` compares them. `--trace` draws the steps of one strategy, for <https://ui.perfetto.dev>. Exits non-zero if one of its checks fails.
 
 mod options;
 mod report;
-mod timed;
 mod training;
 
 use std::process::ExitCode;
@@ -21,7 +20,7 @@ use clap::Parser;
 use dp_core::World;
 use dp_core::memory::CountingAllocator;
 use dp_examples::machine::Provenance;
-use dp_examples::{checks, options::exit_code, pages};
+use dp_examples::{checks, logging, options::exit_code, pages};
 use mimalloc::MiMalloc;
 
 use options::{Job, Options};
@@ -32,15 +31,13 @@ static ALLOCATOR: CountingAllocator<MiMalloc> = CountingAllocator::new(MiMalloc)
 
 fn main() -> ExitCode {
     pages::keep();
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .init();
     exit_code(|| Options::parse().into_job(), run)
 }
 
 /// Trains with all strategies, prints and writes the report; true if all checks hold.
 fn run(job: &Job) -> anyhow::Result<bool> {
     let options = &job.options;
+    let timeline = logging::init(options.trace.as_deref())?;
     let provenance = Provenance::now();
     let world = World::from_env_or_threads(usize::from(options.ranks))?
         .with_threads_per_rank(options.threads);
@@ -53,6 +50,10 @@ fn run(job: &Job) -> anyhow::Result<bool> {
             eprintln!("round {}: {}", round + 1, Row::new(job, name, &[&run]));
             runs.push(run);
         }
+    }
+    if let (Some(timeline), Some(path)) = (timeline, &options.trace) {
+        timeline.finish()?;
+        println!("wrote {}", path.display());
     }
     let report = Report::new(job, provenance, &runs);
     println!("{}", report.table());

@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use candle_core::{DType, Device};
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use dp_core::{AdamW, BucketCaps, Optimizer, ParamStore};
-use dp_examples::options::{distinct, fits_in_memory, one_line, positive, strategy, writable};
+use dp_examples::options::{
+    Head, distinct, fits_in_memory, one_line, positive, strategy, writable,
+};
 use dp_models::{ByteTokens, Gpt, GptConfig};
 use dp_zero::Sharding;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 /// Measures training: tokens per second, and the parts of a step, of each strategy.
 #[derive(Debug, Clone, Parser)]
@@ -84,16 +86,9 @@ pub struct Options {
     /// File for the report
     #[arg(long)]
     pub json: Option<PathBuf>,
-}
-
-/// The last layer's weight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Head {
-    /// The token embedding.
-    Tied,
-    /// Its own.
-    Untied,
+    /// File for a timeline of all steps; for one strategy and one round
+    #[arg(long)]
+    pub trace: Option<PathBuf>,
 }
 
 /// Options that have been checked, and what they lead to.
@@ -165,6 +160,13 @@ impl Options {
         let expected = self.expect.as_deref().map(read_losses).transpose()?;
         if let Some(path) = &self.json {
             writable("--json", path)?;
+        }
+        if let Some(path) = &self.trace {
+            anyhow::ensure!(
+                self.strategies.len() == 1 && self.rounds == 1,
+                "--trace: a timeline shows one run; choose one of --strategies, and no --rounds"
+            );
+            writable("--trace", path)?;
         }
         Ok(Job {
             options: self,

@@ -4,13 +4,15 @@ use std::fmt;
 use std::time::Duration;
 
 use comfy_table::Table;
+use dp_core::LocalReport;
 use dp_examples::machine::Provenance;
+use dp_examples::options::Head;
 use dp_examples::statistics::median;
 use dp_examples::table::{add_row, mib, new_table, thousands};
 use serde::Serialize;
 
-use crate::options::{Head, Job};
-use crate::training::{Run, StepTime};
+use crate::options::Job;
+use crate::training::Run;
 
 /// The largest difference to the expected losses: what rounding can do in 40 steps, and no mistake would stay below.
 pub const TOLERANCE: f64 = 1e-4;
@@ -36,7 +38,7 @@ pub struct Row {
     pub strategy: &'static str,
     /// Tokens of the global batch over the median step.
     pub tokens_per_second: f64,
-    /// Forward, backward and optimizer step; not drawing the batch, nor reading the loss.
+    /// Forward, backward and optimizer step, with reading the loss, but not drawing the batch.
     pub step_ms: f64,
     pub forward_ms: f64,
     /// Without the time spent in the communicator.
@@ -78,7 +80,7 @@ pub struct Settings {
 impl Row {
     /// The times of all `runs` of a strategy together.
     pub fn new(job: &Job, strategy: &'static str, runs: &[&Run]) -> Self {
-        let part = |of: fn(&StepTime) -> Duration| {
+        let part = |of: fn(&LocalReport) -> Duration| {
             let steps = runs.iter().flat_map(|run| {
                 let num_steps = run.times[0].len();
                 (0..num_steps).map(|step| {
@@ -88,7 +90,7 @@ impl Row {
             });
             median(steps.collect())
         };
-        let step_ms = part(|t| t.step);
+        let step_ms = part(|t| t.total);
         let tokens = job.options.batch * job.options.context;
         Self {
             strategy,
@@ -96,7 +98,7 @@ impl Row {
             step_ms,
             forward_ms: part(|t| t.forward),
             backward_ms: part(|t| t.backward),
-            exposed_communication_ms: part(|t| t.communication),
+            exposed_communication_ms: part(|t| t.exposed_communication),
             optimizer_ms: part(|t| t.optimizer),
             peak_bytes: runs.iter().map(|r| r.peak_bytes).max().unwrap_or(0),
         }

@@ -1,30 +1,12 @@
-//! One strategy's run, and the clock on its steps.
+//! One strategy's run, and what its steps took.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-
+use anyhow::Context;
 use candle_core::Tensor;
 use dp_core::memory::{heap_usage, reset_heap_peak};
-use dp_core::{EngineConfig, Rank, World};
+use dp_core::{EngineConfig, LocalReport, Rank, World};
 use dp_zero::Sharding;
 
 use crate::options::Job;
-use crate::timed::TimedComm;
-
-/// What one step of one rank takes.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct StepTime {
-    /// The model's forward pass, with the loss.
-    pub forward: Duration,
-    /// `Trainer::backward` without what it spends in the communicator.
-    pub backward: Duration,
-    /// Spent in the communicator, during backward and step.
-    pub communication: Duration,
-    /// `Trainer::step` without what it spends in the communicator.
-    pub optimizer: Duration,
-    /// From the forward's begin to the step's end; the sum of the others.
-    pub step: Duration,
-}
 
 /// A run of one strategy.
 #[derive(Debug, Clone)]
@@ -32,7 +14,7 @@ pub struct Run {
     /// Mean loss over all ranks, per step.
     pub losses: Vec<f64>,
     /// Per rank: all steps but the warm-up.
-    pub times: Vec<Vec<StepTime>>,
+    pub times: Vec<Vec<LocalReport>>,
     /// Growth of the heap from before the model was made to its peak, of the rank with the greatest.
     pub peak_bytes: u64,
     pub params_sha256: String,
@@ -41,10 +23,6 @@ pub struct Run {
 /// Trains the job's model with `sharding` on the ranks of `world`.
 pub fn train(job: &Job, world: &World, sharding: Sharding) -> anyhow::Result<Run> {
     let ranks: Vec<RankRun> = world.map(|rank| train_rank(job, sharding, &rank))?;
-    let mean = |step: usize| {
-        let sum: f64 = ranks.iter().map(|r| r.losses[step]).sum();
-        sum / ranks.len() as f64
-    };
     for (rank, run) in ranks.iter().enumerate() {
         anyhow::ensure!(
             run.params_sha256 == ranks[0].params_sha256,
@@ -52,7 +30,7 @@ pub fn train(job: &Job, world: &World, sharding: Sharding) -> anyhow::Result<Run
         );
     }
     Ok(Run {
-        losses: (0..job.options.steps).map(mean).collect(),
+        losses: ranks[0].losses.clone(),
         peak_bytes: ranks.iter().map(|r| r.peak_bytes).max().unwrap_or(0),
         params_sha256: ranks[0].params_sha256.clone(),
         times: ranks.into_iter().map(|r| r.times).collect(),
@@ -61,7 +39,7 @@ pub fn train(job: &Job, world: &World, sharding: Sharding) -> anyhow::Result<Run
 
 struct RankRun {
     losses: Vec<f64>,
-    times: Vec<StepTime>,
+    times: Vec<LocalReport>,
     peak_bytes: u64,
     params_sha256: String,
 }
@@ -70,34 +48,23 @@ fn train_rank(job: &Job, sharding: Sharding, rank: &Rank) -> anyhow::Result<Rank
     let heap_before = heap_usage(Some(rank.rank())).current;
     reset_heap_peak(Some(rank.rank()));
     let (store, model) = job.build(rank.device())?;
-    let comm = Arc::new(TimedComm::new(rank.comm()));
     let mut engine = EngineConfig::default();
     engine.bucket_caps = job.bucket_caps;
     let optimizer = job.optimizer.clone();
-    let mut trainer = dp_zero::trainer(sharding, store, comm.clone(), optimizer, engine)?;
+    let mut trainer = dp_zero::trainer(sharding, store, rank.comm(), optimizer, engine)?;
 
     let options = &job.options;
     let mut losses = Vec::with_capacity(options.steps);
     let mut times = Vec::with_capacity(options.steps);
     for step in 0..options.steps {
         let (inputs, targets) = batch(job, step, rank)?;
-        let (begin, comm_before) = (Instant::now(), comm.spent());
+        trainer.begin_forward();
         let loss = model.loss(&inputs, &targets)?;
-        let (forward_end, forward_comm) = (Instant::now(), comm.spent());
         trainer.backward(&loss)?;
-        let (backward_end, backward_comm) = (Instant::now(), comm.spent());
-        trainer.step()?;
-        let (end, comm_after) = (Instant::now(), comm.spent());
-        // The loss is read outside of the measured time, as gpt_train.py does.
-        losses.push(f64::from(loss.to_scalar::<f32>()?));
+        let report = trainer.step()?;
+        losses.push(report.loss.context("all ranks have samples")?);
         if step >= options.warmup {
-            times.push(StepTime {
-                forward: forward_end - begin,
-                backward: backward_end - forward_end - (backward_comm - forward_comm),
-                communication: comm_after - comm_before,
-                optimizer: end - backward_end - (comm_after - backward_comm),
-                step: end - begin,
-            });
+            times.push(*trainer.local_report());
         }
     }
     Ok(RankRun {

@@ -1,122 +1,66 @@
 //! The report as one page that needs no network: bars per card, loss curves, the tables.
 
+use dp_examples::html::{self, Bar, legend, stacked_bars};
 use dp_examples::table::{mib, thousands};
 use dp_zero::Sharding;
-use maud::{DOCTYPE, Markup, PreEscaped, html};
+use maud::{Markup, html};
 
 use crate::report::{RankReport, Report, StrategyReport};
 use crate::table::{ESTIMATED_PARAMS, ESTIMATED_RANKS, gigabytes};
 
-const STYLE: &str = include_str!("report.css");
-
-/// Parts of a bar: title, CSS class, bytes.
-type Part = (&'static str, &'static str, fn(&RankReport) -> u64);
-
-const PARTS: [Part; 5] = [
-    ("parameters", "parameters", |r| r.parameters),
-    ("gradients", "gradients", |r| r.gradients),
-    ("optimizer state", "optimizer", |r| r.optimizer),
-    ("communication buffers", "communication", |r| {
-        r.communication
-    }),
-    ("activations + temporaries, peak", "activations", |r| {
-        r.activations_peak
-    }),
-];
-
 /// The whole page.
 pub fn page(report: &Report) -> String {
     let title = format!("Memory per card, {} ranks", report.world_size);
-    let page = html! {
-        (DOCTYPE)
-        html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                title { (title) }
-                style { (PreEscaped(STYLE)) }
-            }
-            body {
-                h1 { (title) }
-                p {
-                    "The same GPT (" (thousands(report.num_params as u64)) " parameters, " (report.precision()) ", AdamW) on the same "
-                    (thousands(report.model.text_bytes as u64)) " bytes of text, once per strategy. Seed " (report.seed) "."
-                }
-                h2 { "What each card holds" }
-                (legend())
-                (memory_bars(report))
-                p.note {
-                    "Model states are counted where they are allocated. Activations and temporaries are the measured peak of "
-                    "everything else on the heap. The mark is the measured peak of the whole heap; it lies inside the bar where "
-                    "the parts peak at different moments."
-                }
-                (memory_table(report))
-                h2 { "Loss" }
-                (loss_curves(report))
-                (training_table(report))
-                h2 { "Checks" }
-                ul.checks {
-                    @for (statement, holds) in report.checks() {
-                        li.failed[!holds] { (if holds { "holds: " } else { "FAILED: " }) (statement) }
-                    }
-                }
-                h2 { "Larger models: model states per card, GB" }
-                p.note {
-                    "Estimate for mixed precision with Adam (2 + 2 + 12 bytes per parameter), after the ZeRO paper, "
-                    "arXiv 1910.02054. There is no trainer for zero3 yet."
-                }
-                (estimate_table())
+    let body = html! {
+        p {
+            "The same GPT (" (thousands(report.num_params as u64)) " parameters, " (report.precision()) ", AdamW) on the same "
+            (thousands(report.model.text_bytes as u64)) " bytes of text, once per strategy. Seed " (report.seed) "."
+        }
+        h2 { "What each card holds" }
+        (legend())
+        (memory_bars(report))
+        p.note {
+            "Model states are counted where they are allocated. Activations and temporaries are the measured peak of "
+            "everything else on the heap. The mark is the measured peak of the whole heap; it lies inside the bar where "
+            "the parts peak at different moments."
+        }
+        (memory_table(report))
+        h2 { "Loss" }
+        (loss_curves(report))
+        (training_table(report))
+        h2 { "Checks" }
+        ul.checks {
+            @for (statement, holds) in report.checks() {
+                li.failed[!holds] { (if holds { "holds: " } else { "FAILED: " }) (statement) }
             }
         }
+        h2 { "Larger models: model states per card, GB" }
+        p.note {
+            "Estimate for mixed precision with Adam (2 + 2 + 12 bytes per parameter), after the ZeRO paper, "
+            "arXiv 1910.02054. There is no trainer for zero3 yet."
+        }
+        (estimate_table())
     };
-    page.into_string()
+    html::page(&title, &body)
 }
 
-fn legend() -> Markup {
-    html! {
-        ul.legend {
-            @for (title, class, _) in PARTS {
-                li { span.swatch.(class) {} (title) }
-            }
-        }
-    }
-}
-
-/// One horizontal stacked bar per strategy and rank.
+/// One bar per strategy and rank.
 fn memory_bars(report: &Report) -> Markup {
-    const LABEL: f64 = 110.0;
-    const WIDTH: f64 = 640.0;
-    const BAR: f64 = 20.0;
-    const ROW: f64 = 26.0;
-    const GAP: f64 = 12.0;
-    let length = |r: &RankReport| r.peak.max(PARTS.iter().map(|(_, _, bytes)| bytes(r)).sum());
-    let mut bars = Vec::new();
-    let mut height = 0.0;
-    for strategy in &report.strategies {
-        for rank in &strategy.ranks {
-            bars.push((strategy.name, rank, height));
-            height += ROW;
-        }
-        height += GAP;
-    }
-    let longest = bars.iter().map(|(_, rank, _)| length(rank)).max();
-    let scale = (WIDTH - LABEL - 90.0) / longest.unwrap_or(1).max(1) as f64;
-    let x = |bytes: u64| LABEL + bytes as f64 * scale;
-    html! {
-        svg.bars viewBox=(format!("0 0 {WIDTH} {height}")) role="img" aria-label="memory per card, stacked by category" {
-            @for (name, rank, y) in bars {
-                text x=(LABEL - 8.0) y=(y + BAR * 0.72) text-anchor="end" { (name) " rank " (rank.rank) }
-                @for (i, (title, class, bytes)) in PARTS.iter().enumerate() {
-                    @let before = PARTS[..i].iter().map(|(_, _, bytes)| bytes(rank)).sum();
-                    rect.(*class) x=(x(before)) y=(y) width=(bytes(rank) as f64 * scale) height=(BAR) {
-                        title { (title) ": " (mib(bytes(rank))) " MiB" }
-                    }
-                }
-                line.peak x1=(x(rank.peak)) x2=(x(rank.peak)) y1=(y - 2.0) y2=(y + BAR + 2.0) {}
-                text x=(x(length(rank)) + 6.0) y=(y + BAR * 0.72) { (mib(rank.peak)) " MiB" }
-            }
-        }
-    }
+    let bar = |name: &str, r: &RankReport| Bar {
+        label: format!("{name} rank {}", r.rank),
+        parts: [
+            r.parameters,
+            r.gradients,
+            r.optimizer,
+            r.communication,
+            r.activations_peak,
+        ],
+        mark: Some(r.peak),
+        total: r.peak,
+    };
+    let group = |s: &StrategyReport| s.ranks.iter().map(|r| bar(s.name, r)).collect();
+    let groups: Vec<Vec<Bar>> = report.strategies.iter().map(group).collect();
+    stacked_bars(&groups)
 }
 
 /// Losses over steps. Equal curves are drawn over each other, with dashes that leave the ones below visible.

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use candle_core::DType;
 use clap::Parser;
 use dp_core::{BucketCaps, EngineConfig, GradAccumDType, LossScaling};
-use dp_examples::options::{distinct, fits_in_memory, one_line, positive, strategy, writable};
+use dp_examples::options::{
+    distinct, dtype, fits_in_memory, grad_accum_dtype, one_line, positive, strategy, writable,
+};
 use dp_models::{ByteTokens, GptConfig};
 use dp_zero::Sharding;
 
@@ -121,22 +123,5 @@ impl Options {
             text,
             engine,
         })
-    }
-}
-
-fn dtype(name: &str) -> Result<DType, String> {
-    match name {
-        "f32" => Ok(DType::F32),
-        "bf16" => Ok(DType::BF16),
-        "f16" => Ok(DType::F16),
-        _ => Err("expected f32, bf16 or f16".to_string()),
-    }
-}
-
-fn grad_accum_dtype(name: &str) -> Result<GradAccumDType, String> {
-    match name {
-        "f32" => Ok(GradAccumDType::F32),
-        "parameter" => Ok(GradAccumDType::Parameter),
-        _ => Err("expected f32 or parameter".to_string()),
     }
 }

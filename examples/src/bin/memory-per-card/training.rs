@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use candle_core::{DType, Tensor};
+use anyhow::Context;
+use candle_core::Tensor;
 use dp_core::memory::{heap_usage, reset_heap_peak};
-use dp_core::{AdamW, DistributedSampler, ParamStore, Rank, Trainer, World, weighted_mean};
+use dp_core::{AdamW, DistributedSampler, ParamSpec, ParamStore, Rank, Trainer, World};
 use dp_models::Gpt;
 use dp_zero::{ModelStates, Sharding, bytes_sent_per_step};
 use indicatif::ProgressBar;
@@ -79,7 +80,7 @@ fn run_steps(
     progress: &ProgressBar,
 ) -> anyhow::Result<RankRun> {
     let comm = rank.comm();
-    let params = trainer.store().params();
+    let params = ParamSpec::of_all(&trainer.store().params());
     let bytes_predicted = bytes_sent_per_step(
         trainer.layout(),
         sharding,
@@ -100,17 +101,16 @@ fn run_steps(
         let sent_before = comm.traffic().bytes_sent();
         let loss = model.loss(&inputs, &targets)?;
         trainer.backward(&loss)?;
-        let skipped = trainer.step()?.skipped.is_some();
+        let report = trainer.step()?;
         let sent = comm.traffic().bytes_sent() - sent_before;
         // A step that the loss scale was too large for gathers no parameters.
-        if !skipped {
+        if report.skipped.is_none() {
             if bytes_sent.is_some_and(|b| b != sent) {
                 anyhow::bail!("step {step} sent {sent} bytes, the steps before {bytes_sent:?}");
             }
             bytes_sent = Some(sent);
         }
-        let loss = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
-        losses.push(weighted_mean(comm.as_ref(), loss, 1.0)?);
+        losses.push(report.loss.context("all ranks have samples")?);
         if rank.rank() == 0 {
             progress.set_message(format!("{} loss {:.3}", sharding.name(), losses[step]));
             progress.inc(1);
@@ -191,6 +191,7 @@ impl<'a> Batches<'a> {
 mod tests {
     use super::*;
     use crate::options::Options;
+    use candle_core::DType;
     use candle_nn::{Optimizer as _, ParamsAdamW, VarBuilder, VarMap};
     use clap::Parser;
 

@@ -1,0 +1,25 @@
+//! Where the programs' log and timeline go.
+
+use std::path::Path;
+
+use dp_core::Timeline;
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+
+/// Logs to stderr from now on, and draws a timeline to the file `trace` if there is one, until it is dropped or finished.
+///
+/// # Errors
+/// If the file cannot be written, or the program logs already.
+pub fn init(trace: Option<&Path>) -> anyhow::Result<Option<Timeline>> {
+    let timeline = trace.map(Timeline::create).transpose()?;
+    let log = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_filter(LevelFilter::INFO);
+    tracing_subscriber::registry()
+        .with(log)
+        .with(timeline.as_ref().map(Timeline::layer))
+        .try_init()?;
+    Ok(timeline)
+}
