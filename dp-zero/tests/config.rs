@@ -40,7 +40,7 @@ fn a_usual_file_is_read_whole() -> std::result::Result<(), ConfigError> {
             },
             "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-7, "weight_decay": 0.1, "torch_adam": true}},
             "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 3e-5, "warmup_max_lr": 3e-4, "warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear"}},
-            "flops_profiler": {"enabled": false}, "wandb": {"enabled": false, "project": "x"}
+            "flops_profiler": {"enabled": false}, "activation_checkpointing": {"partition_activations": false, "number_checkpoints": null}, "wandb": {"enabled": false, "project": "x"}
         }"#,
     )?;
     assert_eq!(config.sharding(), Sharding::Zero2);

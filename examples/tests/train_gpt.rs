@@ -114,6 +114,7 @@ fn a_run_leaves_a_model_metrics_a_picture_and_a_sample() -> Result<()> {
     let run = Run::new()?
         .set("/run/steps", json!(60))
         .set("/tensorboard", json!({"enabled": true}))
+        .set("/wall_clock_breakdown", json!(true))
         .set("/gradient_accumulation_steps", json!(2));
     let text = run.train(&[])?;
     for words in [
@@ -123,6 +124,7 @@ fn a_run_leaves_a_model_metrics_a_picture_and_a_sample() -> Result<()> {
         "step 60/60",
         "tokens/s",
         "validation loss",
+        "exposed communication",
     ] {
         assert!(text.contains(words), "{words} is not in\n{text}");
     }
@@ -201,6 +203,17 @@ fn a_resumed_run_is_the_straight_run() -> Result<()> {
         steps,
         (1..=12).collect::<Vec<_>>(),
         "no step is there twice"
+    );
+    // A run that has come to its end stays as it is.
+    let (metrics, checkpoints) = (
+        run.metrics()?.len(),
+        std::fs::read_dir(run.out("checkpoints"))?.count(),
+    );
+    assert_eq!(digest(&run.train(&["--resume", "latest"])?)?, expected);
+    assert_eq!(run.metrics()?.len(), metrics);
+    assert_eq!(
+        std::fs::read_dir(run.out("checkpoints"))?.count(),
+        checkpoints
     );
     // On other ranks and with another stage it goes on, too.
     let other = Run::new()?;

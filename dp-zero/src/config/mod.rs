@@ -36,6 +36,7 @@ mod optimizer;
 mod reference;
 mod schedule;
 mod sections;
+mod spelling;
 mod unsupported;
 
 use std::path::Path;
@@ -48,7 +49,7 @@ use dp_core::{
 };
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 pub use batch::BatchSizes;
 pub use error::ConfigError;
@@ -162,7 +163,7 @@ impl DeepSpeedConfig {
                 "must be a JSON object, { ... }",
             ));
         }
-        rename(&mut value)?;
+        spelling::normalize(&mut value)?;
         unsupported::take_out(&mut value)?;
         let mut more: Vec<String> = own_sections.iter().map(ToString::to_string).collect();
         more.extend(unsupported::paths());
@@ -408,125 +409,4 @@ impl DeepSpeedConfig {
         trainer.set_lr_schedule(schedule)?;
         Ok(trainer)
     }
-}
-
-/// Old and other spellings of keys become the ones that are read.
-fn rename(config: &mut Value) -> Result<(), ConfigError> {
-    if let Some(section) = config.as_object_mut()
-        && let Some(old) = section.remove("bfloat16")
-        && section.insert("bf16".to_string(), old).is_some()
-    {
-        return Err(ConfigError::contradiction(
-            "bfloat16",
-            "bf16",
-            "they are one section",
-        ));
-    }
-    if config["zero_optimization"].is_boolean() {
-        return Err(ConfigError::invalid(
-            "zero_optimization",
-            "is a section, { \"stage\": 1 }",
-        ));
-    }
-    let names: [(&str, &[&str], &[&str]); 2] = [
-        (
-            "optimizer",
-            &["AdamW", "Adam", "SGD"],
-            &[
-                "Adagrad",
-                "Lamb",
-                "OneBitAdam",
-                "OneBitLamb",
-                "ZeroOneAdam",
-                "MuAdam",
-                "MuAdamW",
-                "MuSGD",
-                "Lion",
-                "Muon",
-                "RMSprop",
-            ],
-        ),
-        (
-            "scheduler",
-            &["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"],
-            &["LRRangeTest", "OneCycle"],
-        ),
-    ];
-    for (section, known, unsupported) in names {
-        if config[section].is_null() {
-            continue;
-        }
-        let kind = config[section]["type"].clone();
-        let key = format!("{section}.type");
-        let Some(kind) = kind.as_str() else {
-            return Err(ConfigError::invalid(
-                key,
-                format!("must be one of {}", known.join(", ")),
-            ));
-        };
-        let is = |name: &&&str| name.eq_ignore_ascii_case(kind);
-        if let Some(name) = unsupported.iter().find(is) {
-            return Err(ConfigError::Unsupported {
-                key,
-                value: format!("\"{name}\""),
-                reason: format!("is not there; {} are", known.join(", ")),
-            });
-        }
-        let Some(name) = known.iter().find(is) else {
-            let message = format!("\"{kind}\" is none of {}", known.join(", "));
-            return Err(ConfigError::invalid(key, message));
-        };
-        // DeepSpeed's Adam is AdamW unless adam_w_mode says otherwise.
-        config[section]["type"] = json!(if *name == "Adam" { "AdamW" } else { name });
-        if config[section]["params"].is_null() {
-            config[section]["params"] = json!({});
-        }
-    }
-    take_adam_switches(config)
-}
-
-/// Switches of DeepSpeed's Adam that say what is done here in any case.
-fn take_adam_switches(config: &mut Value) -> Result<(), ConfigError> {
-    let Some(params) = config
-        .pointer_mut("/optimizer/params")
-        .and_then(Value::as_object_mut)
-    else {
-        return Ok(());
-    };
-    let switches = [
-        (
-            "adam_w_mode",
-            Some(json!(true)),
-            "weight decay is decoupled",
-        ),
-        ("torch_adam", None, ""),
-        (
-            "bias_correction",
-            Some(json!(true)),
-            "moments are always corrected",
-        ),
-        ("amsgrad", Some(json!(false)), "AMSGrad is not there"),
-        (
-            "fp32_optimizer_states",
-            Some(json!(true)),
-            "optimizer state is f32",
-        ),
-        ("max_grad_norm", Some(json!(0)), "use gradient_clipping"),
-        ("foreach", None, ""),
-        ("fused", None, ""),
-        ("maximize", Some(json!(false)), "losses are minimised"),
-    ];
-    for (key, only, reason) in switches {
-        let Some(value) = params.remove(key) else {
-            continue;
-        };
-        if only.is_some_and(|only| value != only) {
-            return Err(ConfigError::Unsupported {
-                key: format!("optimizer.params.{key}"),
-                value: value.to_string(),
-                reason: reason.to_string(),
-            });
-        }
-    }
-    Ok(())
 }

@@ -79,6 +79,13 @@ fn write_keys(
         true => &resolved["default"],
         false => defaults,
     };
+    let required = [at, resolved].map(|s| s["required"].as_array());
+    let is_required = |key: &str| {
+        required
+            .iter()
+            .flatten()
+            .any(|keys| keys.iter().any(|k| k == key))
+    };
     let mut below = Vec::new();
     for (key, inner) in schema.keys(at, &Value::Null) {
         if !inner["const"].is_null() {
@@ -94,6 +101,7 @@ fn write_keys(
         let is_section = !schema.keys(inner, &Value::Null).is_empty();
         let (kind, shown) = match is_section {
             true => ("section".to_string(), "see below".to_string()),
+            false if is_required(key) => (kind_of(inner, schema), "required".to_string()),
             false => (kind_of(inner, schema), shown(&default)),
         };
         let _ = writeln!(

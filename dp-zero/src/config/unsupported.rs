@@ -13,11 +13,12 @@ enum Allowed {
     Disabled,
     /// Anything: it has no meaning for this engine.
     Anything,
-    /// Nothing: what it stands for is always done in another way.
+    /// Nothing, or a section in which all is off.
     Never,
 }
 
 /// The key, what it may say, and why it may not say more.
+#[rustfmt::skip] // A row a line.
 fn known() -> Vec<(&'static str, Allowed, &'static str)> {
     use Allowed::{Anything, Disabled, Never, Only};
     let no = || Only(json!(false));
@@ -30,276 +31,88 @@ fn known() -> Vec<(&'static str, Allowed, &'static str)> {
     let measured = "is not measured here; the step report and the timeline say where time goes";
     vec![
         // Always so.
-        (
-            "zero_optimization.contiguous_gradients",
-            yes(),
-            "gradients are always copied into flat buckets",
-        ),
-        (
-            "zero_optimization.reduce_scatter",
-            yes(),
-            "stages 1 and 2 always reduce by reduce-scatter",
-        ),
-        (
-            "zero_optimization.allgather_partitions",
-            yes(),
-            "updated parameters are always gathered by all-gather",
-        ),
+        ("zero_optimization.contiguous_gradients", yes(), "gradients are always copied into flat buckets"),
+        ("zero_optimization.reduce_scatter", yes(), "stages 1 and 2 always reduce by reduce-scatter"),
+        ("zero_optimization.allgather_partitions", yes(), "updated parameters are always gathered by all-gather"),
         ("zero_optimization.compute_grad_norm", Anything, ""),
-        (
-            "zero_optimization.use_multi_rank_bucket_allreduce",
-            yes(),
-            "buckets always span all ranks",
-        ),
-        (
-            "zero_optimization.load_from_fp32_weights",
-            yes(),
-            "masters are always loaded from f32",
-        ),
-        (
-            "zero_optimization.round_robin_gradients",
-            no(),
-            "a slice of every bucket belongs to every rank",
-        ),
-        (
-            "zero_optimization.parameter_alignment",
-            no(),
-            "parameters follow one another in a bucket",
-        ),
-        (
-            "zero_optimization.legacy_stage1",
-            no(),
-            "there is one stage 1",
-        ),
-        (
-            "zero_optimization.elastic_checkpoint",
-            no(),
-            "any checkpoint loads on any number of ranks, without a setting",
-        ),
+        ("zero_optimization.use_multi_rank_bucket_allreduce", yes(), "buckets always span all ranks"),
+        ("zero_optimization.load_from_fp32_weights", yes(), "masters are always loaded from f32"),
+        ("zero_optimization.round_robin_gradients", no(), "a slice of every bucket belongs to every rank"),
+        ("zero_optimization.parameter_alignment", no(), "parameters follow one another in a bucket"),
+        ("zero_optimization.legacy_stage1", no(), "there is one stage 1"),
+        ("zero_optimization.elastic_checkpoint", no(), "any checkpoint loads on any number of ranks, without a setting"),
         // Not there.
         ("zero_optimization.offload_param", null(), offload),
         ("zero_optimization.offload_optimizer", null(), offload),
         ("zero_optimization.cpu_offload", Only(json!(false)), offload),
-        (
-            "zero_optimization.cpu_offload_param",
-            Only(json!(false)),
-            offload,
-        ),
-        (
-            "zero_optimization.cpu_offload_use_pin_memory",
-            Only(json!(false)),
-            offload,
-        ),
+        ("zero_optimization.cpu_offload_param", Only(json!(false)), offload),
+        ("zero_optimization.cpu_offload_use_pin_memory", Only(json!(false)), offload),
         ("zero_optimization.zenflow", null(), "ZenFlow is not there"),
-        (
-            "zero_optimization.zero_hpz_partition_size",
-            Only(json!(1)),
-            stage3,
-        ),
+        ("zero_optimization.zero_hpz_partition_size", Only(json!(1)), stage3),
         ("zero_optimization.zero_quantized_weights", no(), quantized),
-        (
-            "zero_optimization.zero_quantized_nontrainable_weights",
-            no(),
-            quantized,
-        ),
-        (
-            "zero_optimization.zero_quantized_gradients",
-            no(),
-            quantized,
-        ),
+        ("zero_optimization.zero_quantized_nontrainable_weights", no(), quantized),
+        ("zero_optimization.zero_quantized_gradients", no(), quantized),
         ("zero_optimization.mics_shard_size", Only(json!(-1)), stage3),
-        (
-            "zero_optimization.mics_hierarchical_params_gather",
-            no(),
-            stage3,
-        ),
+        ("zero_optimization.mics_hierarchical_params_gather", no(), stage3),
         ("zero_optimization.sub_group_size", Anything, ""),
         ("zero_optimization.memory_efficient_linear", Anything, ""),
         ("zero_optimization.override_module_apply", Anything, ""),
-        (
-            "zero_optimization.pipeline_loading_checkpoint",
-            no(),
-            stage3,
-        ),
+        ("zero_optimization.pipeline_loading_checkpoint", no(), stage3),
         ("zero_optimization.log_trace_cache_warnings", Anything, ""),
         ("zero_optimization.enable_sanity_checks", Anything, ""),
         ("zero_optimization.leaf_module", null(), stage3),
-        (
-            "zero_optimization.save_muon_momentum_buffer_in_memory",
-            no(),
-            "there is no Muon",
-        ),
+        ("zero_optimization.save_muon_momentum_buffer_in_memory", no(), "there is no Muon"),
         // Sizes that only stage 3 reads.
-        (
-            "zero_optimization.stage3_prefetch_bucket_size",
-            Anything,
-            "",
-        ),
-        (
-            "zero_optimization.stage3_param_persistence_threshold",
-            Anything,
-            "",
-        ),
-        (
-            "zero_optimization.stage3_model_persistence_threshold",
-            Anything,
-            "",
-        ),
+        ("zero_optimization.stage3_prefetch_bucket_size", Anything, ""),
+        ("zero_optimization.stage3_param_persistence_threshold", Anything, ""),
+        ("zero_optimization.stage3_model_persistence_threshold", Anything, ""),
         ("zero_optimization.stage3_max_live_parameters", Anything, ""),
         ("zero_optimization.stage3_max_reuse_distance", Anything, ""),
-        (
-            "zero_optimization.stage3_module_granularity_threshold",
-            Anything,
-            "",
-        ),
-        (
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-            Anything,
-            "",
-        ),
-        (
-            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-            Anything,
-            "",
-        ),
-        (
-            "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-            Anything,
-            "",
-        ),
-        (
-            "zero_optimization.stage3_allgather_sequential",
-            Anything,
-            "",
-        ),
-        (
-            "fp16.auto_cast",
-            no(),
-            "inputs have the dtype that the program gives them",
-        ),
-        (
-            "fp16.fp16_master_weights_and_grads",
-            no(),
-            "masters are f32; data_types.grad_accum_dtype sets the gradients' dtype",
-        ),
+        ("zero_optimization.stage3_module_granularity_threshold", Anything, ""),
+        ("zero_optimization.stage3_gather_16bit_weights_on_model_save", Anything, ""),
+        ("zero_optimization.stage3_gather_fp16_weights_on_model_save", Anything, ""),
+        ("zero_optimization.stage3_use_all_reduce_for_fetch_params", Anything, ""),
+        ("zero_optimization.stage3_allgather_sequential", Anything, ""),
+        ("fp16.auto_cast", no(), "inputs have the dtype that the program gives them"),
+        ("fp16.fp16_master_weights_and_grads", no(), "masters are f32; data_types.grad_accum_dtype sets the gradients' dtype"),
         ("bf16.immediate_grad_update", Anything, ""),
-        (
-            "bf16.bf16_master_weights_and_grads",
-            no(),
-            "masters are f32; data_types.grad_accum_dtype sets the gradients' dtype",
-        ),
+        ("bf16.bf16_master_weights_and_grads", no(), "masters are f32; data_types.grad_accum_dtype sets the gradients' dtype"),
         ("bf16.bf16_optimizer_states", no(), "optimizer state is f32"),
-        (
-            "data_types.param_dtype",
-            null(),
-            "bf16.enabled and fp16.enabled set it",
-        ),
-        (
-            "data_types.buffer_dtype",
-            null(),
-            "buffers have the dtype that the model gives them",
-        ),
-        (
-            "data_types.keep_in_fp32_modules",
-            Never,
-            "a model chooses it: vb.set_dtype(DType::F32)",
-        ),
+        ("data_types.param_dtype", null(), "bf16.enabled and fp16.enabled set it"),
+        ("data_types.buffer_dtype", null(), "buffers have the dtype that the model gives them"),
+        ("data_types.keep_in_fp32_modules", Never, "a model chooses it: vb.set_dtype(DType::F32)"),
         ("amp", Disabled, "use bf16.enabled or fp16.enabled"),
-        (
-            "torch_autocast",
-            Disabled,
-            "use bf16.enabled or fp16.enabled",
-        ),
-        (
-            "prescale_gradients",
-            no(),
-            "sums are divided in the accumulator, which does not overflow in f32",
-        ),
-        (
-            "gradient_predivide_factor",
-            Only(json!(1.0)),
-            "sums are divided in the accumulator, which does not overflow in f32",
-        ),
-        (
-            "gradient_allreduce_op",
-            Only(json!("mean")),
-            "gradients are means over the ranks",
-        ),
+        ("torch_autocast", Disabled, "use bf16.enabled or fp16.enabled"),
+        ("prescale_gradients", no(), "sums are divided in the accumulator, which does not overflow in f32"),
+        ("gradient_predivide_factor", Only(json!(1.0)), "sums are divided in the accumulator, which does not overflow in f32"),
+        ("gradient_allreduce_op", Only(json!("mean")), "gradients are means over the ranks"),
         ("sparse_gradients", no(), "gradients are dense"),
-        (
-            "disable_allgather",
-            no(),
-            "updated parameters are always gathered by all-gather",
-        ),
-        (
-            "managed_gradient_accumulation",
-            yes(),
-            "the configuration says how many micro-batches make a step",
-        ),
+        ("disable_allgather", no(), "updated parameters are always gathered by all-gather"),
+        ("managed_gradient_accumulation", yes(), "the configuration says how many micro-batches make a step"),
         ("seq_parallel_communication_data_type", Anything, ""),
         ("dump_state", no(), measured),
         ("memory_breakdown", no(), measured),
         ("flops_profiler", Disabled, measured),
         ("comms_logger", Disabled, measured),
-        (
-            "csv_monitor",
-            Disabled,
-            "use the JSON lines of train-gpt's metrics file",
-        ),
-        (
-            "wandb",
-            Disabled,
-            "use tensorboard, or the JSON lines of train-gpt's metrics file",
-        ),
-        (
-            "comet",
-            Disabled,
-            "use tensorboard, or the JSON lines of train-gpt's metrics file",
-        ),
+        ("csv_monitor", Disabled, "use the JSON lines of train-gpt's metrics file"),
+        ("wandb", Disabled, "use tensorboard, or the JSON lines of train-gpt's metrics file"),
+        ("comet", Disabled, "use tensorboard, or the JSON lines of train-gpt's metrics file"),
         ("zero_allow_untested_optimizer", Anything, ""),
         ("zero_force_ds_cpu_optimizer", Anything, ""),
         ("disable_python_gc", Anything, ""),
         ("dataloader_drop_last", Anything, ""),
         ("checkpoint", Anything, ""),
         ("vocabulary_size", Anything, ""),
-        (
-            "activation_checkpointing",
-            Never,
-            "activations are kept; there is no recomputation",
-        ),
+        ("activation_checkpointing", Never, "activations are kept; there is no recomputation"),
         ("sparse_attention", Never, "attention is dense"),
-        (
-            "elasticity",
-            Disabled,
-            "a run goes on with any number of ranks from its checkpoint, without a setting",
-        ),
-        (
-            "autotuning",
-            Disabled,
-            "the program plan predicts memory and traffic instead",
-        ),
-        (
-            "data_efficiency",
-            Disabled,
-            "data is drawn by the program's sampler",
-        ),
-        (
-            "curriculum_learning",
-            Disabled,
-            "data is drawn by the program's sampler",
-        ),
-        (
-            "compression_training",
-            Never,
-            "models are trained uncompressed",
-        ),
+        ("elasticity", Disabled, "a run goes on with any number of ranks from its checkpoint, without a setting"),
+        ("autotuning", Disabled, "the program plan predicts memory and traffic instead"),
+        ("data_efficiency", Disabled, "data is drawn by the program's sampler"),
+        ("curriculum_learning", Disabled, "data is drawn by the program's sampler"),
+        ("compression_training", Never, "models are trained uncompressed"),
         ("progressive_layer_drop", Disabled, "all layers are trained"),
         ("eigenvalue", Disabled, "eigenvalues are not computed"),
-        (
-            "quantize_training",
-            Disabled,
-            "models are trained unquantised",
-        ),
+        ("quantize_training", Disabled, "models are trained unquantised"),
         ("hybrid_engine", Disabled, "there is one engine"),
         ("tensor_parallel", Never, "ranks share data, not layers"),
         ("pipeline", Never, "ranks share data, not layers"),
@@ -324,7 +137,7 @@ pub(super) fn table() -> Vec<(&'static str, String, &'static str)> {
             Allowed::Only(only) => format!("`{only}`"),
             Allowed::Disabled => "`\"enabled\": false`".to_string(),
             Allowed::Anything => "anything".to_string(),
-            Allowed::Never => "nothing".to_string(),
+            Allowed::Never => "nothing that is on".to_string(),
         };
         let reason = if reason.is_empty() {
             "has no meaning here"
@@ -354,7 +167,7 @@ pub(super) fn take_out(config: &mut Value) -> Result<(), ConfigError> {
         };
         let fine = match allowed {
             Allowed::Anything => true,
-            Allowed::Never => value.is_null(),
+            Allowed::Never => is_all_off(&value),
             Allowed::Only(ref only) => {
                 value == *only || value.is_null() || equal_numbers(&value, only)
             }
@@ -380,6 +193,15 @@ pub(super) fn take_out(config: &mut Value) -> Result<(), ConfigError> {
         }
     }
     Ok(())
+}
+
+/// Null, or a section in which everything is null or false.
+fn is_all_off(value: &Value) -> bool {
+    let is_off = |v: &Value| v.is_null() || *v == json!(false);
+    is_off(value)
+        || value
+            .as_object()
+            .is_some_and(|section| section.values().all(is_off))
 }
 
 /// `1` is `1.0`.

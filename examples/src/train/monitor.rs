@@ -107,7 +107,7 @@ impl Monitor {
         let from = resumed.unwrap_or(0);
         let path = job.folder.metrics();
         let kept = match resumed {
-            Some(step) => lines_until(&path, step)?,
+            Some(step) => lines_until(&path, step, job.config.run.steps)?,
             None => String::new(),
         };
         let mut metrics =
@@ -178,6 +178,9 @@ impl Monitor {
             );
             self.tensorboard_scalars(report.step, &scalars);
         }
+        if report.step.is_multiple_of(self.steps_per_print) {
+            self.flush();
+        }
         self.write(&Line::Train {
             epoch,
             tokens_per_second,
@@ -190,9 +193,7 @@ impl Monitor {
         self.say(&format!("step {step}  validation loss {loss:.4}"));
         self.tensorboard_scalars(step, &[("validation/loss", loss)]);
         self.write(&Line::Evaluation { step, loss });
-        if let Some(Err(error)) = self.tensorboard.as_mut().map(EventWriter::flush) {
-            self.give_up(&error);
-        }
+        self.flush();
     }
 
     /// A line for people, above the bar if there is one.
@@ -208,9 +209,7 @@ impl Monitor {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-        if let Some(Err(error)) = self.tensorboard.as_mut().map(EventWriter::flush) {
-            self.give_up(&error);
-        }
+        self.flush();
     }
 
     /// A step in one line, with the speed since the last printed one.
@@ -263,6 +262,13 @@ impl Monitor {
         }
     }
 
+    /// So that a TensorBoard that is open shows it.
+    fn flush(&mut self) {
+        if let Some(Err(error)) = self.tensorboard.as_mut().map(EventWriter::flush) {
+            self.give_up(&error);
+        }
+    }
+
     fn tensorboard_scalars(&mut self, step: u64, scalars: &[(&str, f64)]) {
         let written = self.tensorboard.as_mut().map(|t| t.scalars(step, scalars));
         if let Some(Err(error)) = written {
@@ -302,11 +308,12 @@ pub fn read_metrics(path: &Path) -> anyhow::Result<Vec<Record>> {
         .collect())
 }
 
-/// The lines of a metrics file up to a step.
-fn lines_until(path: &Path, step: u64) -> anyhow::Result<String> {
+/// The lines of a metrics file up to a step; without the evaluation at the end of the run, which is done again.
+fn lines_until(path: &Path, step: u64, last: u64) -> anyhow::Result<String> {
+    let is_again = |r: &Record| matches!(r, Record::Evaluation { step, .. } if *step == last);
     let kept = lines_of(path)?
         .into_iter()
-        .filter(|(_, record)| record.step() <= step);
+        .filter(|(_, record)| record.step() <= step && !is_again(record));
     Ok(kept.map(|(line, _)| line).collect())
 }
 

@@ -59,6 +59,7 @@ pub fn train(job: &Job, hyper_parameters: HyperParameters, rank: &Rank) -> anyho
         batches: Batches::new(job, rank)?,
         monitor: None,
         skipped_in_row: 0,
+        saved: None,
     };
     let resumed = run.resume(hyper_parameters)?;
     if rank.rank() == 0 {
@@ -102,6 +103,8 @@ struct Run<'a> {
     /// On rank 0.
     monitor: Option<Monitor>,
     skipped_in_row: u32,
+    /// The last checkpoint of this run's folder, and its step.
+    saved: Option<(u64, PathBuf)>,
 }
 
 impl Run<'_> {
@@ -125,6 +128,9 @@ impl Run<'_> {
             return Ok(None);
         };
         self.batches.seek(loaded.data);
+        if self.job.resume == Some(Resume::Latest) {
+            self.saved = Some((loaded.step, loaded.folder.clone()));
+        }
         let steps = self.job.config.run.steps;
         if loaded.step > steps {
             bail!(
@@ -162,8 +168,9 @@ impl Run<'_> {
             }
             // Ranks hear of a signal at different moments, and stop together.
             let requested = usize::from(interrupt::is_requested());
-            if max_over_ranks(self.rank.comm().as_ref(), requested)? > 0 {
-                return Ok(step < run.steps);
+            let stops = max_over_ranks(self.rank.comm().as_ref(), requested)? > 0;
+            if stops && step < run.steps {
+                return Ok(true);
             }
         }
         self.evaluate(model)?;
@@ -229,17 +236,25 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn save(&self) -> anyhow::Result<PathBuf> {
+    /// Saves, unless the last checkpoint is of this step.
+    fn save(&mut self) -> anyhow::Result<PathBuf> {
+        let step = self.trainer.num_steps();
+        if let Some((saved, folder)) = &self.saved
+            && *saved == step
+        {
+            return Ok(folder.clone());
+        }
         let options = SaveOptions::new()
             .keep_last(self.job.config.run.keep_last)?
             .with_data(self.batches.position);
-        Ok(self
-            .trainer
-            .save_with(&self.job.folder.checkpoints(), &options)?)
+        let folder = self.job.folder.checkpoints();
+        let saved = self.trainer.save_with(&folder, &options)?;
+        self.saved = Some((step, saved.clone()));
+        Ok(saved)
     }
 
     /// A full disk is no reason to stop: the last checkpoint is as it was, and the next save may work.
-    fn save_if_possible(&self) -> anyhow::Result<()> {
+    fn save_if_possible(&mut self) -> anyhow::Result<()> {
         let Err(error) = self.save() else {
             return Ok(());
         };

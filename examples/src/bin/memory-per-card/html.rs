@@ -1,6 +1,7 @@
 //! The report as one page that needs no network: bars per card, loss curves, the tables.
 
 use dp_examples::html::{self, Bar, legend, stacked_bars};
+use dp_examples::line_chart::{Curve, chart};
 use dp_examples::table::{mib, thousands};
 use dp_zero::Sharding;
 use maud::{Markup, html};
@@ -65,55 +66,12 @@ fn memory_bars(report: &Report) -> Markup {
 
 /// Losses over steps. Equal curves are drawn over each other, with dashes that leave the ones below visible.
 fn loss_curves(report: &Report) -> Markup {
-    const WIDTH: f64 = 640.0;
-    const HEIGHT: f64 = 240.0;
-    const LEFT: f64 = 46.0;
-    const BOTTOM: f64 = 28.0;
-    let finite = report
-        .strategies
-        .iter()
-        .flat_map(|s| &s.losses)
-        .filter(|l| l.is_finite());
-    let (low, high) = finite.fold((f64::MAX, f64::MIN), |(low, high), l| {
-        (low.min(*l), high.max(*l))
-    });
-    if low > high {
-        return html! { p { "No finite loss to draw." } };
-    }
-    let (low, high) = (low.floor(), high.ceil().max(low.floor() + 1.0));
-    let steps = report
-        .strategies
-        .iter()
-        .map(|s| s.losses.len())
-        .max()
-        .unwrap_or(1);
-    let x = |i: usize| LEFT + (WIDTH - LEFT - 10.0) * i as f64 / (steps.max(2) - 1) as f64;
-    let y = |l: f64| 8.0 + (HEIGHT - BOTTOM - 8.0) * (high - l) / (high - low);
-    let points = |s: &StrategyReport| {
-        let finite = s.losses.iter().enumerate().filter(|(_, l)| l.is_finite());
-        let points: Vec<String> = finite
-            .map(|(i, l)| format!("{:.1},{:.1}", x(i), y(*l)))
-            .collect();
-        points.join(" ")
+    let curve = |s: &StrategyReport| Curve {
+        name: s.name.to_string(),
+        points: (1..).map(f64::from).zip(s.losses.iter().copied()).collect(),
     };
-    html! {
-        ul.legend {
-            @for (i, strategy) in report.strategies.iter().enumerate() {
-                li { svg.dash viewBox="0 0 36 8" { line.(format!("curve{i}")) x1="0" y1="4" x2="36" y2="4" {} } (strategy.name) }
-            }
-        }
-        svg.curves viewBox=(format!("0 0 {WIDTH} {HEIGHT}")) role="img" aria-label="loss over steps" {
-            @for tick in low as i64..=high as i64 {
-                line.grid x1=(LEFT) x2=(WIDTH - 10.0) y1=(y(tick as f64)) y2=(y(tick as f64)) {}
-                text x=(LEFT - 8.0) y=(y(tick as f64) + 4.0) text-anchor="end" { (tick) }
-            }
-            text x=(LEFT) y=(HEIGHT - 6.0) { "step 1" }
-            text x=(WIDTH - 10.0) y=(HEIGHT - 6.0) text-anchor="end" { "step " (steps) }
-            @for (i, strategy) in report.strategies.iter().enumerate() {
-                polyline.(format!("curve{i}")) points=(points(strategy)) {}
-            }
-        }
-    }
+    let curves: Vec<Curve> = report.strategies.iter().map(curve).collect();
+    chart("loss over steps", &curves)
 }
 
 fn memory_table(report: &Report) -> Markup {
