@@ -22,9 +22,6 @@ mod memory;
 /// What a step reports: the mean loss on all ranks, times, bytes, a line of a metrics file.
 mod step_report;
 
-/// The timeline of a run: complete, in order, and with the overlap in it.
-mod timeline;
-
 /// 16-bit parameters with f32 masters: exact values, and the same bits in all strategies.
 mod mixed_precision;
 

@@ -1,6 +1,14 @@
+//! The timeline of a run: complete, in order, and with the overlap in it.
+//!
+//! A process of its own, one test at a time: `tracing` keeps per call site, for the whole process, whether anybody listens, and
+//! tests with listeners of their own come and go in between.
+
+#[allow(dead_code)]
+mod support;
+
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
@@ -10,7 +18,15 @@ use serde_json::Value;
 use tracing::Dispatch;
 use tracing_subscriber::layer::SubscriberExt;
 
-use crate::support::{AnyTrainer, Probe, STRATEGIES, caps, ones, ranks};
+use support::{AnyTrainer, Probe, STRATEGIES, caps, ones, ranks};
+
+/// Held by the test that runs.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Waits for the tests before; a failed one does not matter.
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 const LAYERS: usize = 4;
 const LEN: usize = 1000;
@@ -176,6 +192,7 @@ fn train(strategy: Sharding, world_size: usize, path: &Path) -> Result<()> {
 
 #[test]
 fn each_phase_of_each_rank_and_step_is_drawn_once() -> Result<()> {
+    let _alone = alone();
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("trace.json");
     for (strategy, world_size) in STRATEGIES
@@ -265,6 +282,7 @@ fn each_phase_of_each_rank_and_step_is_drawn_once() -> Result<()> {
 
 #[test]
 fn checkpoints_are_drawn() -> Result<()> {
+    let _alone = alone();
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("trace.json");
     let timeline = Timeline::create(&path)?;
@@ -304,6 +322,7 @@ fn checkpoints_are_drawn() -> Result<()> {
 /// A rank fails in the middle of the second backward: what has begun is drawn to there, and the file is whole.
 #[test]
 fn the_file_is_complete_after_a_failure() -> Result<()> {
+    let _alone = alone();
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("trace.json");
     for panics in [false, true] {
@@ -344,6 +363,7 @@ fn the_file_is_complete_after_a_failure() -> Result<()> {
 
 #[test]
 fn files_that_cannot_be_written_are_named() -> Result<()> {
+    let _alone = alone();
     let text = |outcome: Result<()>| outcome.map_err(|e| e.to_string());
     let nowhere = Timeline::create("/no/such/folder/trace.json");
     let error = text(nowhere.map(drop)).expect_err("there is no such folder");
@@ -362,6 +382,7 @@ fn files_that_cannot_be_written_are_named() -> Result<()> {
 
 #[test]
 fn a_timeline_of_nothing_is_valid() -> Result<()> {
+    let _alone = alone();
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("trace.json");
     Timeline::create(&path)?.finish()?;

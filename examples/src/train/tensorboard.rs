@@ -38,8 +38,9 @@ struct Summary {
 struct Scalar {
     #[prost(string, tag = "1")]
     tag: String,
-    #[prost(float, tag = "2")]
-    simple_value: f32,
+    /// Part of a `oneof` there: 0 is written, too.
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
 }
 
 /// With status 1, START, TensorBoard forgets what it has read of this step and later ones.
@@ -97,7 +98,7 @@ impl EventWriter {
     pub fn scalars(&mut self, step: u64, scalars: &[(&str, f64)]) -> anyhow::Result<()> {
         let value = |(tag, value): &(&str, f64)| Scalar {
             tag: tag.to_string(),
-            simple_value: *value as f32,
+            simple_value: Some(*value as f32),
         };
         self.write(Event {
             step: i64::try_from(step)?,
@@ -145,4 +146,53 @@ fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes)
         .rotate_right(15)
         .wrapping_add(0xa282_ead8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_can_be_read_back_zeros_included() -> anyhow::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let mut writer = EventWriter::create(folder.path(), 4)?;
+        writer.scalars(5, &[("loss", 0.0), ("rate", 0.5)])?;
+        writer.flush()?;
+        let file = std::fs::read_dir(folder.path())?.next().expect("a file")?;
+        let mut rest = &std::fs::read(file.path())?[..];
+        let mut events = Vec::new();
+        while !rest.is_empty() {
+            let len = u64::from_le_bytes(rest[..8].try_into()?) as usize;
+            assert_eq!(rest[8..12], masked_crc(&rest[..8]).to_le_bytes());
+            let event = &rest[12..12 + len];
+            assert_eq!(rest[12 + len..16 + len], masked_crc(event).to_le_bytes());
+            events.push(Event::decode(event)?);
+            rest = &rest[16 + len..];
+        }
+        assert_eq!(events[0].file_version.as_deref(), Some("brain.Event:2"));
+        let start = (events[1].step, events[1].session_log.map(|s| s.status));
+        assert_eq!(
+            start,
+            (5, Some(START)),
+            "what was there of step 5 is forgotten"
+        );
+        let scalars = &events[2].summary.as_ref().expect("a summary").value;
+        let values: Vec<_> = scalars
+            .iter()
+            .map(|s| (s.tag.as_str(), s.simple_value))
+            .collect();
+        assert_eq!(values, [("loss", Some(0.0)), ("rate", Some(0.5))]);
+        Ok(())
+    }
+
+    /// A published value of the format: the checksum of a length of 0.
+    #[test]
+    fn checksums_are_those_of_tfrecord() {
+        assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
+        assert_eq!(masked_crc(&0u64.to_le_bytes()), mask(0x8c28_b28a));
+    }
+
+    fn mask(crc: u32) -> u32 {
+        ((crc >> 15) | (crc << 17)).wrapping_add(0xa282_ead8)
+    }
 }
