@@ -71,15 +71,40 @@ pub fn subject(report: &Report) -> String {
     match &report.model {
         None => format!("A model with {settings}"),
         Some(m) => format!(
-            "{} of {} layers, width {}, {} heads, vocabulary {}: {settings}; {} x {} tokens per rank and micro-batch",
+            "{} of {} layers, width {}, {} heads, vocabulary {}: {settings}; {}",
             m.config.architecture(),
             m.config.layers(),
             m.config.width(),
             m.config.heads(),
             m.config.vocab_size(),
-            m.batch,
-            m.config.context()
+            batches(report, m.sequence_len)
         ),
+    }
+}
+
+/// What each rank takes; with each number of ranks, where that differs.
+fn batches(report: &Report, len: usize) -> String {
+    let of = |row: &Row| row.batch.map(|b| (b.size, b.accumulation_steps));
+    let mut sizes: Vec<_> = report
+        .rows
+        .iter()
+        .filter_map(|r| Some((r.ranks, of(r)?)))
+        .collect();
+    sizes.dedup();
+    let text = |(size, steps): (usize, usize)| match steps {
+        1 => format!("{size} x {len} tokens per rank and micro-batch"),
+        n => format!("{size} x {len} tokens per rank and micro-batch, {n} micro-batches per step"),
+    };
+    match sizes.iter().all(|(_, batch)| *batch == sizes[0].1) {
+        true => sizes
+            .first()
+            .map_or(String::new(), |(_, batch)| text(*batch)),
+        false => {
+            let each = sizes
+                .iter()
+                .map(|(n, batch)| format!("on {n}: {}", text(*batch)));
+            each.collect::<Vec<_>>().join("; ")
+        }
     }
 }
 
@@ -110,7 +135,10 @@ pub const HEADER: [&str; 11] = [
 pub fn cells(row: &Row, unit: Unit) -> [String; 11] {
     [
         row.ranks.to_string(),
-        row.strategy.to_string(),
+        match row.configured {
+            true => format!("{} *", row.strategy),
+            false => row.strategy.to_string(),
+        },
         unit.text(row.parameters),
         unit.text(row.gradients),
         unit.text(row.optimizer),
@@ -143,6 +171,9 @@ pub fn notes(report: &Report) -> Vec<String> {
         Some(_) => notes.push(
             "Exact: what the trainer will count, to the byte. Activations are an estimate in every row.".to_string(),
         ),
+    }
+    if report.rows.iter().any(|r| r.configured) {
+        notes.push("* the strategy of the configuration.".to_string());
     }
     let while_made =
         |r: &&Row| r.set_up.is_some_and(|s| r.parameters + s == r.total) && r.gradients > 0;
