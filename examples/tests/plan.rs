@@ -181,8 +181,7 @@ fn a_planned_configuration_is_what_train_gpt_does() -> Result<()> {
     for words in [
         "ddp *",
         "* the strategy of the configuration",
-        "on 1: 6 x 10 tokens",
-        "on 2: 3 x 10 tokens",
+        "6, 3 x 10 tokens per rank and micro-batch, 2 micro-batches per step, on 1, 2 ranks",
     ] {
         assert!(printed.contains(words), "{words} is not in {printed}");
     }

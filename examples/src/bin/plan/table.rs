@@ -82,30 +82,30 @@ pub fn subject(report: &Report) -> String {
     }
 }
 
-/// What each rank takes; with each number of ranks, where that differs.
+/// What each rank takes: lists in the order of the numbers of ranks, where that differs.
 fn batches(report: &Report, len: usize) -> String {
-    let of = |row: &Row| row.batch.map(|b| (b.size, b.accumulation_steps));
-    let mut sizes: Vec<_> = report
+    let mut batches: Vec<_> = report
         .rows
         .iter()
-        .filter_map(|r| Some((r.ranks, of(r)?)))
+        .filter_map(|r| Some((r.ranks, r.batch?.size, r.batch?.accumulation_steps)))
         .collect();
-    sizes.dedup();
-    let text = |(size, steps): (usize, usize)| match steps {
-        1 => format!("{size} x {len} tokens per rank and micro-batch"),
-        n => format!("{size} x {len} tokens per rank and micro-batch, {n} micro-batches per step"),
-    };
-    match sizes.iter().all(|(_, batch)| *batch == sizes[0].1) {
-        true => sizes
-            .first()
-            .map_or(String::new(), |(_, batch)| text(*batch)),
-        false => {
-            let each = sizes
-                .iter()
-                .map(|(n, batch)| format!("on {n}: {}", text(*batch)));
-            each.collect::<Vec<_>>().join("; ")
+    batches.dedup();
+    let list = |of: fn(&(usize, usize, usize)) -> usize| {
+        let numbers: Vec<String> = batches.iter().map(|b| of(b).to_string()).collect();
+        match numbers.iter().all(|n| *n == numbers[0]) {
+            true => numbers.into_iter().next().unwrap_or_default(),
+            false => numbers.join(", "),
         }
+    };
+    let (sizes, steps) = (list(|b| b.1), list(|b| b.2));
+    let mut text = format!("{sizes} x {len} tokens per rank and micro-batch");
+    if steps != "1" {
+        text += &format!(", {steps} micro-batches per step");
     }
+    if sizes.contains(',') || steps.contains(',') {
+        text += &format!(", on {} ranks", list(|b| b.0));
+    }
+    text
 }
 
 fn table(report: &Report) -> Table {
