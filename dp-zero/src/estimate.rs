@@ -176,11 +176,16 @@ pub fn bytes_sent_per_step(
         (bucket.padded_len * bytes) as u64 / n
     });
     let gradients_and_parameters = (n - 1) * slices.sum::<u64>();
-    // Slices of an all-reduce need not be equal: rank r reduces elements [r L/N, (r+1) L/N).
-    let summary = 4 + num_named as u64;
-    let own = (r + 1) * summary / n - r * summary / n;
+    let summary = all_reduce_bytes(4 + num_named as u64, 8, n, r);
     let found = u64::from(config.skips_non_finite()) * (n - 1);
-    gradients_and_parameters + 8 * ((summary - own) + (n - 1) * own + found)
+    gradients_and_parameters + summary + 8 * found
+}
+
+/// Bytes that rank `r` of `n` sends in an all-reduce. Its slices need not be equal: rank `r` reduces elements
+/// `r L/N .. (r+1) L/N`.
+pub(crate) fn all_reduce_bytes(elements: u64, size: u64, n: u64, r: u64) -> u64 {
+    let own = (r + 1) * elements / n - r * elements / n;
+    size * ((elements - own) + (n - 1) * own)
 }
 
 #[cfg(test)]

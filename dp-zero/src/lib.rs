@@ -22,6 +22,7 @@ mod optimizer;
 
 mod estimate;
 mod plan;
+mod training_step;
 
 pub mod config;
 
@@ -30,3 +31,4 @@ pub use config::{BatchSizes, ConfigError, DeepSpeedConfig};
 pub use estimate::{BytesPerElement, ModelStates, Sharding, bytes_sent_per_step};
 pub use optimizer::{ZeroConfig, ZeroOptimizer, ZeroStage};
 pub use plan::TrainerPlan;
+pub use training_step::TrainingStep;

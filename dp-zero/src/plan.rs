@@ -4,9 +4,10 @@ use dp_core::strategy::PoolSize;
 use dp_core::{BucketLayout, EngineConfig, Error, ParamKind, ParamSpec, Result};
 use serde::Serialize;
 
-use crate::estimate::{BytesPerElement, ModelStates, Sharding, bytes_sent_per_step};
+use crate::estimate::{BytesPerElement, ModelStates, Sharding};
+use crate::training_step::TrainingStep;
 
-/// What each rank's trainer will hold and send in steps of one micro-batch.
+/// What each rank's trainer will hold, and send in a step.
 ///
 /// [`of_specs`](Self::of_specs) lays out the real buckets, by the code that trainers use, so its numbers are those that a trainer's
 /// ledger and its communicator count, to the byte. [`of_count`](Self::of_count) knows a number of parameters only, and gives the
@@ -40,9 +41,11 @@ pub struct TrainerPlan {
     /// Bytes of the largest buffer in which rank 0's values come while the trainer is made. Gradients, optimizer state and
     /// the buffers above are not there yet. `None` as above.
     pub set_up: Option<u64>,
-    /// Bytes that go from a rank to others in a step, without clipping and the comparison of replicas; of the rank that
-    /// sends most. [`bytes_sent_per_step`] and the broadcast of buffers, which is rank 0's.
+    /// Bytes that go from a rank to others in a step, without the comparison of replicas; of the rank that
+    /// sends most. [`TrainingStep::bytes_sent`] and the broadcast of buffers, which is rank 0's.
     pub bytes_sent_per_step: u64,
+    /// The same of rank 0, which often differs by a few bytes. `None` as above.
+    pub bytes_sent_by_rank_0: Option<u64>,
     /// Number of gradient buckets. `None` as above.
     pub num_buckets: Option<usize>,
 }
@@ -51,7 +54,7 @@ impl TrainerPlan {
     /// For a model of these parameters, in creation order ([`ParamShapes`](dp_core::ParamShapes) finds them), and an
     /// optimizer that keeps `num_states` f32 numbers per element: AdamW 2, SGD 1 with momentum and 0 without. Exact, but for
     /// [`Sharding::Zero3`], for which there is no trainer: there states are those of `Zero2` with the trained parameters divided by the
-    /// ranks, too, and each step gathers these once more.
+    /// ranks, too, and each micro-batch gathers these once more. A step is one micro-batch without clipping; see [`of_steps`](Self::of_steps).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for no ranks; [`Error::UnsupportedDType`] for a trained parameter that is not f32, f16 or
@@ -63,6 +66,28 @@ impl TrainerPlan {
         num_states: usize,
         config: &EngineConfig,
     ) -> Result<Self> {
+        let step = TrainingStep::default();
+        Self::of_steps(specs, world_size, sharding, num_states, config, step)
+    }
+
+    /// As [`of_specs`](Self::of_specs), for a loop whose steps are `step`. Only what is sent depends on it.
+    ///
+    /// # Errors
+    /// Those of [`of_specs`](Self::of_specs), or a step of no micro-batch.
+    pub fn of_steps(
+        specs: &[ParamSpec],
+        world_size: usize,
+        sharding: Sharding,
+        num_states: usize,
+        config: &EngineConfig,
+        step: TrainingStep,
+    ) -> Result<Self> {
+        if step.num_micro_batches == 0 {
+            return Err(Error::invalid(
+                "num_micro_batches",
+                "a step has at least 1 micro-batch, got 0",
+            ));
+        }
         if world_size == 0 {
             return Err(Error::invalid(
                 "world_size",
@@ -74,14 +99,14 @@ impl TrainerPlan {
         let (caps, accum) = (config.bucket_caps, config.grad_accum_dtype);
         let layout = BucketLayout::new(specs, &order, caps, accum, world_size);
         let Some(states) = ModelStates::of_layout(&layout, specs, sharding, num_states) else {
-            return Ok(Self::zero3(specs, &layout, num_states, config));
+            return Ok(Self::zero3(specs, &layout, num_states, config, step));
         };
         let buffers = || specs.iter().filter(|s| s.kind == ParamKind::Buffer);
         let is_broadcast = |_: &&ParamSpec| config.broadcast_buffers && world_size > 1;
         let largest = |bytes: Option<u64>| bytes.unwrap_or(0);
         let all = specs.iter().filter(|_| world_size > 1);
         // Buffers go to all other ranks from rank 0; of the others the last one sends most.
-        let sent = |rank| bytes_sent_per_step(&layout, sharding, config, specs.len(), rank);
+        let sent = |rank| step.bytes_sent(&layout, sharding, config, specs.len(), rank);
         let broadcast: u64 = buffers()
             .filter(is_broadcast)
             .map(ParamSpec::num_bytes)
@@ -105,6 +130,7 @@ impl TrainerPlan {
             ),
             set_up: Some(largest(all.map(ParamSpec::num_bytes).max())),
             bytes_sent_per_step: from_rank_0.max(sent(world_size - 1)),
+            bytes_sent_by_rank_0: Some(from_rank_0),
             num_buckets: Some(layout.buckets().len()),
         })
     }
@@ -114,6 +140,7 @@ impl TrainerPlan {
         layout: &BucketLayout,
         num_states: usize,
         config: &EngineConfig,
+        step: TrainingStep,
     ) -> Self {
         let n = layout.world_size();
         let kept = specs.iter().filter(|s| s.kind != ParamKind::Trained);
@@ -125,6 +152,7 @@ impl TrainerPlan {
             communication: None,
             set_up: None,
             bytes_sent_per_step: 0,
+            bytes_sent_by_rank_0: None,
             num_buckets: None,
         };
         plan.states.parameters = kept.map(ParamSpec::num_bytes).sum();
@@ -135,8 +163,9 @@ impl TrainerPlan {
                 bucket.dtype.size_in_bytes() as u64,
             );
             plan.states.parameters += slice * size;
+            let each = 2 * size + sent_in.size_in_bytes() as u64;
             plan.bytes_sent_per_step +=
-                (n as u64 - 1) * slice * (2 * size + sent_in.size_in_bytes() as u64);
+                step.num_micro_batches as u64 * (n as u64 - 1) * slice * each;
         }
         plan
     }
@@ -174,6 +203,7 @@ impl TrainerPlan {
             communication: None,
             set_up: None,
             bytes_sent_per_step: (n - 1) * num_params.div_ceil(n) * per_element,
+            bytes_sent_by_rank_0: None,
             num_buckets: None,
         })
     }

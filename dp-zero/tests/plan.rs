@@ -4,7 +4,7 @@ use dp_core::{
     AdamW, BucketCaps, EngineConfig, Error, GradAccumDType, NonFinite, Optimizer, ParamKind,
     ParamShapes, ParamSpec, ParamStore, Rank, Result, Sgd, Trainer,
 };
-use dp_zero::{BytesPerElement, ModelStates, Sharding, TrainerPlan};
+use dp_zero::{BytesPerElement, ModelStates, Sharding, TrainerPlan, TrainingStep};
 
 use crate::support::{AnyTrainer, STRATEGIES, caps, ranks};
 
@@ -61,14 +61,19 @@ fn specs(dtypes: Dtypes) -> Result<Vec<ParamSpec>> {
     Ok(shapes.specs())
 }
 
-/// Plans first, then trains, and compares; returns the bytes that this rank sent in a step.
+const CLIPPED: TrainingStep = TrainingStep {
+    num_micro_batches: 3,
+    clips_norm: true,
+};
+
+/// Plans first, then trains, and compares; returns the bytes that this rank sent in a step, and in one of [`CLIPPED`].
 fn train<O: Optimizer>(
     rank: &Rank,
     plan: &TrainerPlan,
     dtypes: Dtypes,
     optimizer: O,
     config: &EngineConfig,
-) -> Result<u64> {
+) -> Result<[u64; 2]> {
     let store = ParamStore::new(rank.device()).with_frozen(is_frozen);
     let trained = model(|dtype| store.var_builder(dtype), dtypes)?;
     assert_eq!(ParamSpec::of_all(&store.params()), specs(dtypes)?);
@@ -99,11 +104,13 @@ fn train<O: Optimizer>(
 
     // Several micro-batches take no more.
     ledger.reset_peak();
+    let before = rank.comm().traffic().bytes_sent();
     let mut window = trainer.accumulate(3)?;
     (0..3).try_for_each(|_| window.backward(&loss(&trained)?))?;
     window.finish()?;
     trainer.clip_grad_norm(1.0)?;
     trainer.step()?;
+    let clipped = rank.comm().traffic().bytes_sent() - before;
     let peak = ledger.peak();
     assert_eq!(Some(peak.communication), plan.communication);
     assert_eq!(
@@ -115,7 +122,7 @@ fn train<O: Optimizer>(
         )
     );
     assert_eq!(held(), plan.states);
-    Ok(sent)
+    Ok([sent, clipped])
 }
 
 fn check<O: Optimizer + Sync>(
@@ -130,13 +137,18 @@ fn check<O: Optimizer + Sync>(
     let plan =
         TrainerPlan::of_specs(&specs, world_size, strategy, num_states, config).expect("trainable");
     assert!(plan.is_exact());
+    let clipped = TrainerPlan::of_steps(&specs, world_size, strategy, num_states, config, CLIPPED)
+        .expect("trainable");
     let config = config.clone();
     let sent = ranks(world_size, move |rank| {
         train(&rank, &plan, dtypes, optimizer.clone(), &config)
     });
-    let most = sent.into_iter().max();
     let context = format!("{strategy:?}, {world_size} ranks, {dtypes:?}");
-    assert_eq!(most, Some(plan.bytes_sent_per_step), "{context}");
+    for (i, plan) in [plan, clipped].into_iter().enumerate() {
+        let most = sent.iter().map(|sent| sent[i]).max();
+        assert_eq!(most, Some(plan.bytes_sent_per_step), "{context}");
+        assert_eq!(plan.bytes_sent_by_rank_0, Some(sent[0][i]), "{context}");
+    }
 }
 
 fn config(change: impl FnOnce(&mut EngineConfig)) -> EngineConfig {

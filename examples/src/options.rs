@@ -5,14 +5,11 @@ use std::process::ExitCode;
 use candle_core::DType;
 use clap::ValueEnum;
 use dp_core::GradAccumDType;
-use dp_models::GptConfig;
 use dp_zero::Sharding;
 use serde::Serialize;
 
-use crate::machine;
-
 /// Above this no size in these programs is meant to be; products of sizes below it fit in 64 bits.
-const LARGEST: usize = 1 << 20;
+pub const LARGEST: usize = 1 << 20;
 
 /// A size of at least 1.
 ///
@@ -87,29 +84,6 @@ pub fn distinct(strategies: &[Sharding]) -> anyhow::Result<()> {
             strategy.name()
         );
     }
-    Ok(())
-}
-
-/// Refuses to train a model whose states and activations cannot fit in this machine; `batch` sequences per rank.
-///
-/// # Errors
-/// Bytes needed and bytes there.
-pub fn fits_in_memory(model: &GptConfig, ranks: usize, batch: usize) -> anyhow::Result<()> {
-    let states = 16 * model.num_params() as u128;
-    // At the least one tensor of each of a block's ten widest steps is kept for backward.
-    let tokens = (batch * model.context) as u128;
-    let activations = 4 * 10 * tokens * (model.width * model.layers) as u128;
-    let needed = ranks as u128 * (states + activations);
-    let Some(available) = machine::memory() else {
-        return Ok(());
-    };
-    let gib = |bytes: u128| bytes >> 30;
-    anyhow::ensure!(
-        needed <= u128::from(available),
-        "--ranks, --layers, --width, --batch, --context: this takes at least {} GiB, the machine has {}",
-        gib(needed),
-        gib(u128::from(available))
-    );
     Ok(())
 }
 

@@ -113,6 +113,114 @@ fn a_plan_is_what_training_takes() -> Result<()> {
     Ok(())
 }
 
+/// `plan --config` foresees what `train-gpt` counts with the same file, clipping and micro-batches included.
+#[test]
+fn a_planned_configuration_is_what_train_gpt_does() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let text = dir.path().join("text");
+    std::fs::write(&text, "a short text to learn. ".repeat(40))?;
+    let config = dir.path().join("config.json");
+    std::fs::write(
+        &config,
+        serde_json::json!({
+            "train_batch_size": 12,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"reduce_bucket_size": 3000},
+            "model": {"architecture": "gpt2", "context": 16, "width": 24, "heads": 2, "layers": 2},
+            "data": {"train": text, "context": 10, "validation_fraction": 0},
+            "run": {"steps": 2, "sample": {"tokens": 0}}
+        })
+        .to_string(),
+    )?;
+    let precisions = [
+        "",
+        "--set bf16.enabled=true",
+        "--set bf16.enabled=true --set data_types.grad_accum_dtype=bf16 --set gradient_clipping=0",
+        "--set communication_data_type=fp16 --set optimizer.type=SGD --set gradient_accumulation_steps=1",
+    ];
+    for (i, precision) in precisions.into_iter().enumerate() {
+        let shared = format!("--config {} {precision}", config.display());
+        for stage in 0..3 {
+            let shared = format!("{shared} --set zero_optimization.stage={stage}");
+            let plan = planned(dir.path(), &format!("{shared} --ranks 1,2,3"))?;
+            assert_eq!(plan["model"]["sequence_len"], 10);
+            assert_eq!(plan["model"]["vocab_size"], 256);
+            let configured = || rows(&plan).iter().filter(|r| r["configured"] == true);
+            assert_eq!(configured().count(), 3);
+            for row in configured() {
+                let (ranks, out) = (&row["ranks"], dir.path().join(format!("run-{i}-{stage}")));
+                let out = out.join(ranks.to_string());
+                let arguments = format!("{shared} --ranks {ranks} --set run.out={}", out.display());
+                let output = run(env!("CARGO_BIN_EXE_train-gpt"), &arguments)?;
+                let message = String::from_utf8_lossy(&output.stderr);
+                assert!(output.status.success(), "{arguments}: {message}");
+                let metrics = std::fs::read_to_string(out.join("metrics.jsonl"))?;
+                assert_eq!(metrics.lines().count(), 2);
+                for line in metrics.lines() {
+                    let step: Value = serde_json::from_str(line)?;
+                    assert_eq!(step["num_micro_batches"], row["accumulation_steps"]);
+                    assert_eq!(
+                        step["bytes_sent"], row["bytes_sent_by_rank_0"],
+                        "{arguments}"
+                    );
+                    for part in ["parameters", "gradients", "optimizer", "communication"] {
+                        let counted = &step[format!("{part}_bytes")];
+                        assert_eq!(counted, &row[part], "{arguments}: {part}");
+                    }
+                    let peak = row["communication"].as_u64().max(row["set_up"].as_u64());
+                    assert_eq!(step["communication_peak_bytes"].as_u64(), peak);
+                }
+                let sizes = ["micro_batch_size", "accumulation_steps", "ranks"];
+                let batch: Option<u64> = sizes.iter().map(|s| row[s].as_u64()).product();
+                assert_eq!(batch, Some(12));
+            }
+        }
+    }
+
+    let printed = printed(&format!("--config {} --ranks 1,2", config.display()))?;
+    for words in [
+        "ddp *",
+        "* the strategy of the configuration",
+        "6, 3 x 10 tokens per rank and micro-batch, 2 micro-batches per step, on 1, 2 ranks",
+    ] {
+        assert!(printed.contains(words), "{words} is not in {printed}");
+    }
+    let config = config.display();
+    let cases = [
+        (format!("--config {config} --layers 2"), "--layers"),
+        (format!("--config {config} --params 7B"), "--params"),
+        (format!("--config {config} --dtype bf16"), "--dtype"),
+        (format!("--config {config} --batch 2"), "--batch"),
+        ("--params 7B --set run.steps=1".to_string(), "--config"),
+        (format!("--config {config} --ranks 1,5"), "--ranks 5"),
+        (
+            format!("--config {config} --set data.context=17"),
+            "data.context",
+        ),
+        (
+            format!("--config {config} --set model.widht=17"),
+            "model.width",
+        ),
+        (
+            format!("--config {config} --set model.layers=10001"),
+            "at most 10000",
+        ),
+        (
+            "--config no-such-config.json".to_string(),
+            "no-such-config.json",
+        ),
+    ];
+    for (arguments, expected) in cases {
+        let output = plan(&arguments)?;
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {message}");
+        assert!(message.contains(expected), "{arguments}: {message}");
+        let names_both = !message.contains("cannot be used with") || message.contains("--config");
+        assert!(names_both, "{message}");
+    }
+    Ok(())
+}
+
 /// A count gives the paper's numbers: figure 1 of arXiv 1910.02054.
 #[test]
 fn a_count_gives_figure_1_of_the_paper() -> Result<()> {

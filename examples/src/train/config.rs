@@ -10,6 +10,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::pretrained::Pretrained;
+
 /// Names of our own sections.
 const SECTIONS: [&str; 3] = ["model", "data", "run"];
 
@@ -18,8 +20,10 @@ const SECTIONS: [&str; 3] = ["model", "data", "run"];
 pub struct TrainConfig {
     /// Batch sizes, ZeRO, dtypes, optimizer and schedule, by DeepSpeed's keys.
     pub deepspeed: DeepSpeedConfig,
-    /// The model.
+    /// The model. Of a fine-tuning it is that of `pretrained`.
     pub model: ModelConfig,
+    /// The model that a fine-tuning goes on with.
+    pub pretrained: Option<Pretrained>,
     /// What it is trained on.
     pub data: DataSection,
     /// How long, how often, and where to.
@@ -38,10 +42,13 @@ pub struct DataSection {
     #[serde(default)]
     #[schemars(with = "Option<String>")]
     pub validation: Option<PathBuf>,
+    /// Tokens of a sequence, at most `model.context`. Left out: `model.context`.
+    #[serde(default)]
+    pub context: Option<usize>,
     /// How much of the training file is held out, if there is no validation file; 0 for no evaluation.
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
-    /// `bytes`, each byte of a text is a token, or the path of a `tokenizer.json` of Hugging Face's tokenizers. For a .bin file it is what the file was made with, and is used for the prompt and the sample; left out, these are numbers.
+    /// `bytes`, each byte of a text is a token, or the path of a `tokenizer.json` of Hugging Face's tokenizers. For a .bin file it is what the file was made with, and is used for the prompt and the sample; left out, these are numbers. Left out in `finetune`: the `tokenizer.json` of the model's folder.
     #[serde(default)]
     pub tokenizer: Option<String>,
 }
@@ -58,7 +65,7 @@ pub struct RunSection {
     pub steps: u64,
     /// Seed of the initial values, of the order of the data and of the sample.
     pub seed: u64,
-    /// Folder of the run: checkpoints, metrics.jsonl, report.html, model.safetensors, sample.txt.
+    /// Folder of the run: checkpoints, metrics.jsonl, report.html, model.safetensors, sample.txt. Left out in `finetune`: `target/finetune`.
     #[schemars(with = "String")]
     pub out: PathBuf,
     /// Steps between two evaluations; 0 for one at the end only.
@@ -117,11 +124,16 @@ impl Default for SampleSection {
 }
 
 impl TrainConfig {
-    /// Reads a file; `overrides` are `key=value`, as `--set` takes them.
+    /// Reads a file; `overrides` are `key=value`, as `--set` takes them. With a pretrained model there is no section `model`,
+    /// `data.tokenizer` is by default the model's, and `run.out` `target/finetune`.
     ///
     /// # Errors
     /// What is wrong, and where, in one line.
-    pub fn from_file(path: &Path, overrides: &[String]) -> anyhow::Result<Self> {
+    pub fn from_file(
+        path: &Path,
+        overrides: &[String],
+        pretrained: Option<Pretrained>,
+    ) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|e| anyhow::anyhow!("--config: cannot read {}: {e}", path.display()))?;
         let in_file = |e: ConfigError| anyhow::anyhow!("{}: {e}", path.display());
@@ -132,14 +144,14 @@ impl TrainConfig {
             };
             set(&mut json, key, value).map_err(|e| anyhow::anyhow!("--set {text}: {e}"))?;
         }
-        Self::from_value(json).map_err(in_file)
+        Self::from_value(json, pretrained).map_err(in_file)
     }
 
-    /// From parsed JSON.
+    /// From parsed JSON; see [`from_file`](Self::from_file).
     ///
     /// # Errors
     /// [`ConfigError`].
-    pub fn from_value(json: Value) -> Result<Self, ConfigError> {
+    pub fn from_value(json: Value, pretrained: Option<Pretrained>) -> Result<Self, ConfigError> {
         let mut rest = json.clone();
         let mut take = |name: &str| {
             let section = rest.as_object_mut().and_then(|o| o.remove(name));
@@ -154,15 +166,47 @@ impl TrainConfig {
         // A mistyped section is found before a missing one.
         let deepspeed = DeepSpeedConfig::from_value(rest, &SECTIONS)?;
         let [model, data, run] = sections;
-        let config = Self {
+        let model = match &pretrained {
+            None => read_section("model", model?)?,
+            Some(_) if json.get("model").is_some() => {
+                let message = "the shape is that of the folder --model; leave this section out";
+                return Err(ConfigError::invalid("model", message));
+            }
+            Some(pretrained) => pretrained.config().clone().into(),
+        };
+        let mut config = Self {
             deepspeed,
-            model: read_section("model", model?)?,
+            model,
+            pretrained,
             data: read_section("data", data?)?,
             run: read_section("run", run?)?,
             json,
         };
+        config.set_defaults_of_pretrained()?;
         config.validate()?;
         Ok(config)
+    }
+
+    fn set_defaults_of_pretrained(&mut self) -> Result<(), ConfigError> {
+        let Some(pretrained) = &self.pretrained else {
+            return Ok(());
+        };
+        if self.json.pointer("/run/out").is_none() {
+            self.run.out = PathBuf::from("target/finetune");
+        }
+        if self.data.tokenizer.is_none() {
+            let own = pretrained.tokenizer();
+            self.data.tokenizer = own.map(|path| path.display().to_string());
+        }
+        let is_tokens = self.data.train.extension().is_some_and(|e| e == "bin");
+        if self.data.tokenizer.is_none() && !is_tokens {
+            let message = format!(
+                "is not there, and {} has no tokenizer.json; name one, or \"bytes\" if each byte is a token of the model",
+                pretrained.folder().display()
+            );
+            return Err(ConfigError::invalid("data.tokenizer", message));
+        }
+        Ok(())
     }
 
     fn validate(&self) -> Result<(), ConfigError> {
@@ -189,7 +233,7 @@ pub fn reference_page() -> String {
     let mut page = String::from(
         "# Configuration reference\n\n\
          <!-- Made from the Rust types; `UPDATE_REFERENCE=1 cargo test --workspace reference_page` writes it anew. -->\n\n\
-         The keys of `train-gpt --config FILE`. Those of DeepSpeed have DeepSpeed's names and meaning, and `dp_zero::DeepSpeedConfig`\n\
+         The keys of `train-gpt --config FILE`, of `finetune` (without `model`) and of `plan`. Those of DeepSpeed have DeepSpeed's names and meaning, and `dp_zero::DeepSpeedConfig`\n\
          reads them in any program; `model`, `data` and `run` are train-gpt's own. `--set key=value` overrides one,\n\
          `--set zero_optimization.stage=2`. A key that is in no table here is an error that names the nearest one.\n",
     );

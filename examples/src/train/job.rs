@@ -1,5 +1,7 @@
 //! A run that has been checked: everything that can be wrong before a rank starts is found here, in one line.
 
+use std::path::PathBuf;
+
 use anyhow::{Context, anyhow, ensure};
 use candle_core::DType;
 use dp_models::{ModelConfig, Sampling};
@@ -8,17 +10,21 @@ use dp_zero::BatchSizes;
 use super::config::TrainConfig;
 use super::dataset::Dataset;
 use super::run_folder::{Resume, RunFolder};
+use super::subject::Subject;
 use super::tokenizer::Tokenizer;
-use crate::options::one_line;
 use crate::table::thousands;
 
-/// What `train-gpt` is about to do.
+/// What `train-gpt` or `finetune` is about to do.
 #[derive(Debug)]
 pub struct Job {
     /// The configuration.
     pub config: TrainConfig,
     /// The model, its vocabulary known.
     pub model: ModelConfig,
+    /// Tokens of a sequence.
+    pub context: usize,
+    /// File with the values that parameters begin with, unless those are random.
+    pub initial_values: Option<PathBuf>,
     /// The batch sizes on this number of ranks.
     pub sizes: BatchSizes,
     /// Sequences to train on.
@@ -46,17 +52,17 @@ impl Job {
         resume: Option<Resume>,
     ) -> anyhow::Result<Self> {
         let sizes = config.deepspeed.batch_sizes(world_size)?;
+        let subject = Subject::of(&config)?;
+        // Before the data is read: a text of any length may have to be tokenized.
+        subject.check_memory(&config, &sizes)?;
+        let Subject {
+            tokenizer,
+            model,
+            context,
+        } = subject;
         let (data, run) = (&config.data, &config.run);
-        let is_tokens = data.train.extension().is_some_and(|e| e == "bin");
-        let tokenizer = match &data.tokenizer {
-            Some(name) => Tokenizer::open(name)?,
-            None if is_tokens => Tokenizer::Numbers,
-            None => Tokenizer::Bytes,
-        };
-        let model = model_for(&config, &tokenizer)?;
-
         let open = |key: &str, path| {
-            Dataset::open(path, &tokenizer, model.context()).map_err(|e| anyhow!("{key}: {e:#}"))
+            Dataset::open(path, &tokenizer, context).map_err(|e| anyhow!("{key}: {e:#}"))
         };
         let train = open("data.train", &data.train)?;
         let (train, validation) = match (&data.validation, data.validation_fraction) {
@@ -83,7 +89,7 @@ impl Job {
             "data.train: {} has {} sequences of {} tokens to train on, fewer than {world_size} ranks",
             data.train.display(),
             train.len(),
-            model.context()
+            context
         );
 
         let prompt = match run.sample.tokens {
@@ -91,8 +97,14 @@ impl Job {
             _ => prompt(&config, &tokenizer, &model)?,
         };
         let folder = RunFolder::prepare(&run.out, resume.as_ref())?;
+        let initial_values = config.pretrained.is_some().then(|| folder.initial_values());
+        if let (Some(pretrained), Some(path)) = (&config.pretrained, &initial_values) {
+            pretrained.convert(path)?;
+        }
         Ok(Self {
             model,
+            context,
+            initial_values,
             sizes,
             train,
             validation,
@@ -111,7 +123,7 @@ impl Job {
 
     /// Tokens of one optimizer step, on all ranks together.
     pub fn tokens_per_step(&self) -> usize {
-        self.sizes.train_batch_size * self.model.context()
+        self.sizes.train_batch_size * self.context
     }
 
     /// How the sample is drawn.
@@ -146,24 +158,6 @@ impl Job {
             thousands(self.model.vocab_size() as u64),
         )
     }
-}
-
-/// The model with the tokenizer's vocabulary.
-fn model_for(config: &TrainConfig, tokenizer: &Tokenizer) -> anyhow::Result<ModelConfig> {
-    let model = config.model.clone();
-    let named = |e: candle_core::Error| anyhow!("model: {}", one_line(&e));
-    let model = match tokenizer.vocab_size() {
-        Some(size) => model.with_vocab_size(size).map_err(named)?,
-        None => {
-            ensure!(
-                model.vocab_size() > 0,
-                "model.vocab_size: is not there, and a .bin file does not say it; give it, or data.tokenizer"
-            );
-            model
-        }
-    };
-    model.validate().map_err(named)?;
-    Ok(model)
 }
 
 fn prompt(

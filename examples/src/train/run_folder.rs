@@ -83,6 +83,16 @@ impl RunFolder {
         self.root.join("model.safetensors")
     }
 
+    /// The model that a fine-tuning begins with, in our layout, while ranks are made from it.
+    pub fn initial_values(&self) -> PathBuf {
+        self.root.join("initial.safetensors")
+    }
+
+    /// The trained model in the layout of Hugging Face.
+    pub fn hugging_face(&self) -> PathBuf {
+        self.root.join("hugging_face")
+    }
+
     /// The model's own text.
     pub fn sample(&self) -> PathBuf {
         self.root.join("sample.txt")

@@ -45,7 +45,10 @@ pub struct Outcome {
 /// # Errors
 /// Those of training; a loss that is no number any more; a checkpoint that cannot be saved at the end.
 pub fn train(job: &Job, hyper_parameters: HyperParameters, rank: &Rank) -> anyhow::Result<Outcome> {
-    let store = ParamStore::new(rank.device()).with_seed(job.config.run.seed);
+    let mut store = ParamStore::new(rank.device()).with_seed(job.config.run.seed);
+    if let Some(path) = &job.initial_values {
+        store = store.with_initial_values(path)?;
+    }
     let model = job.model.build(store.var_builder(job.dtype()))?;
     let steps = job.config.run.steps;
     let trainer = job
@@ -152,6 +155,10 @@ impl Run<'_> {
     /// All steps; true if a signal has ended them early.
     fn train(&mut self, model: &dyn CausalLm) -> anyhow::Result<bool> {
         let run = &self.job.config.run;
+        if self.trainer.num_steps() == 0 && self.job.initial_values.is_some() {
+            // What the model could before.
+            self.evaluate(model)?;
+        }
         while self.trainer.num_steps() < run.steps {
             let started = Instant::now();
             let report = self.step(model)?;

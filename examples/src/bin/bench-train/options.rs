@@ -5,10 +5,9 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use candle_core::{DType, Device};
 use clap::Parser;
-use dp_core::{AdamW, BucketCaps, Optimizer, ParamStore};
-use dp_examples::options::{
-    Head, distinct, fits_in_memory, one_line, positive, strategy, writable,
-};
+use dp_core::{AdamW, BucketCaps, EngineConfig, Optimizer, ParamStore};
+use dp_examples::memory_check::Demand;
+use dp_examples::options::{Head, distinct, one_line, positive, strategy, writable};
 use dp_models::{ByteTokens, Gpt, GptConfig};
 use dp_zero::Sharding;
 use serde::Deserialize;
@@ -139,7 +138,24 @@ impl Options {
         model
             .validate()
             .map_err(|e| anyhow::anyhow!("--width, --heads: {}", one_line(&e)))?;
-        fits_in_memory(&model, ranks, self.batch / ranks)?;
+        let bucket_caps = match self.bucket_kib {
+            Some(kib) => BucketCaps::new(kib * 1024)?,
+            None => BucketCaps::default(),
+        };
+        let mut engine = EngineConfig::default();
+        engine.bucket_caps = bucket_caps;
+        Demand {
+            model: &model.clone().into(),
+            dtype: DType::F32,
+            batch: self.batch / ranks,
+            context: self.context,
+            ranks,
+            strategies: &self.strategies,
+            num_states: optimizer.state_names().len(),
+            engine: &engine,
+        }
+        .check()
+        .context("--ranks, --layers, --width, --batch, --context")?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
             None => (
@@ -150,10 +166,6 @@ impl Options {
         let text = text.map_err(|e| anyhow::anyhow!("{flag}: {}", one_line(&e)))?;
         text.num_windows(self.context)
             .map_err(|e| anyhow::anyhow!("{flag}, --context: {}", one_line(&e)))?;
-        let bucket_caps = match self.bucket_kib {
-            Some(kib) => BucketCaps::new(kib * 1024)?,
-            None => BucketCaps::default(),
-        };
         if let Some(path) = &self.init {
             check_weights(path, &model).context("--init")?;
         }

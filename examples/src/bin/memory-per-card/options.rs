@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
+use anyhow::Context;
 use candle_core::DType;
 use clap::Parser;
-use dp_core::{BucketCaps, EngineConfig, GradAccumDType, LossScaling};
+use dp_core::{AdamW, BucketCaps, EngineConfig, GradAccumDType, LossScaling, Optimizer};
+use dp_examples::memory_check::Demand;
 use dp_examples::options::{
-    distinct, dtype, fits_in_memory, grad_accum_dtype, one_line, positive, strategy, writable,
+    distinct, dtype, grad_accum_dtype, one_line, positive, strategy, writable,
 };
 use dp_models::{ByteTokens, GptConfig};
 use dp_zero::Sharding;
@@ -94,7 +96,25 @@ impl Options {
         model
             .validate()
             .map_err(|e| anyhow::anyhow!("--width, --heads: {}", one_line(&e)))?;
-        fits_in_memory(&model, usize::from(self.ranks), self.batch)?;
+        let mut engine = EngineConfig::default();
+        engine.bucket_caps = BucketCaps::new(self.bucket_kib * 1024)?;
+        engine.grad_accum_dtype = self.grad_accum_dtype;
+        engine.communication_dtype = self.communication_dtype;
+        if self.dtype == DType::F16 {
+            engine.loss_scaling = LossScaling::dynamic();
+        }
+        Demand {
+            model: &model.clone().into(),
+            dtype: self.dtype,
+            batch: self.batch,
+            context: self.context,
+            ranks: usize::from(self.ranks),
+            strategies: &self.strategies,
+            num_states: AdamW::default().state_names().len(),
+            engine: &engine,
+        }
+        .check()
+        .context("--ranks, --layers, --width, --batch, --context")?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
             None => (
@@ -105,13 +125,6 @@ impl Options {
         let text = text.map_err(|e| anyhow::anyhow!("{flag}: {}", one_line(&e)))?;
         text.num_windows(self.context)
             .map_err(|e| anyhow::anyhow!("{flag}, --context: {}", one_line(&e)))?;
-        let mut engine = EngineConfig::default();
-        engine.bucket_caps = BucketCaps::new(self.bucket_kib * 1024)?;
-        engine.grad_accum_dtype = self.grad_accum_dtype;
-        engine.communication_dtype = self.communication_dtype;
-        if self.dtype == DType::F16 {
-            engine.loss_scaling = LossScaling::dynamic();
-        }
         std::fs::create_dir_all(&self.out)
             .map_err(|e| anyhow::anyhow!("--out: cannot create {}: {e}", self.out.display()))?;
         for name in ["report.json", "report.html"] {

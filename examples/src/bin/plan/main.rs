@@ -3,11 +3,13 @@
 //! ```text
 //! cargo run --release --bin plan -- --params 7.5B --ranks 4,64 --dtype bf16 --card 80GiB
 //! cargo run --release --bin plan -- --layers 12 --width 768 --heads 12 --context 1024 --vocab 50257 --batch 4 --ranks 1,2,4
+//! cargo run --release --bin plan -- --config examples/configs/gpt-bytes.json --ranks 1,2,4
 //! ```
 //!
-//! A shape gives the numbers of the trainers themselves, to the byte, and an estimate of activations. A count gives the formulas of
+//! A shape or a configuration of train-gpt (--config) gives the numbers of the trainers themselves, to the byte, and an estimate of activations. A count gives the formulas of
 //! the ZeRO paper.
 
+mod configured;
 mod html;
 mod options;
 mod report;

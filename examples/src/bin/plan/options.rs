@@ -2,29 +2,34 @@
 
 use std::path::PathBuf;
 
+use anyhow::Context;
 use candle_core::DType;
 use clap::{Parser, ValueEnum};
 use dp_core::{BucketCaps, EngineConfig, GradAccumDType, LossScaling};
+use dp_examples::memory_check::within_limits;
 use dp_examples::options::{Head, dtype, grad_accum_dtype, one_line, positive, writable};
 use dp_examples::sizes;
 use dp_models::{GptConfig, LlamaConfig, ModelConfig};
 
-use crate::subject::{OptimizerName, Settings, Subject};
-
-/// More than this no model has; with it, no number of bytes leaves 64 bits.
-const MOST_PARAMETERS: u128 = 100_000_000_000_000;
-const MOST_LAYERS: usize = 10_000;
-const MOST_TOKENS: usize = 1 << 26;
+use crate::configured::configured;
+use crate::subject::{Batch, OptimizerName, Settings, Subject};
 
 /// Predicts memory per card, bytes sent and buckets of each strategy, without training.
 ///
-/// The model is a number of parameters (--params), or a shape (--layers, --width, --heads, --context, --vocab).
+/// The model is a number of parameters (--params), a shape (--layers, --width, --heads, --context, --vocab), or that of a
+/// configuration of train-gpt (--config), of which all else is taken, too.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "plan", version, allow_negative_numbers = true)]
 pub struct Options {
     /// Number of parameters, e.g. 7.5B, 350M, 1T or 120000: gives the formulas of the ZeRO paper
     #[arg(long, value_parser = sizes::count)]
     params: Option<u64>,
+    /// Configuration of train-gpt: plans what it would do on so many ranks
+    #[arg(long, conflicts_with_all = OF_A_CONFIGURATION)]
+    config: Option<PathBuf>,
+    /// Override one key of the configuration; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
     /// What the shape is of
     #[arg(long, default_value = "gpt2")]
     architecture: Architecture,
@@ -85,6 +90,26 @@ pub struct Options {
     html: Option<PathBuf>,
 }
 
+/// Options that say what a configuration says as well.
+const OF_A_CONFIGURATION: [&str; 16] = [
+    "params",
+    "architecture",
+    "layers",
+    "width",
+    "heads",
+    "context",
+    "vocab",
+    "hidden",
+    "kv_heads",
+    "head",
+    "batch",
+    "dtype",
+    "grad_accum_dtype",
+    "communication_dtype",
+    "optimizer",
+    "bucket_kib",
+];
+
 /// A decoder of dp-models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Architecture {
@@ -108,6 +133,30 @@ pub struct Job {
 impl Options {
     /// Checks what the parser cannot see. The error is one line for the user.
     pub fn into_job(self) -> anyhow::Result<Job> {
+        for (option, path) in [("--json", &self.json), ("--html", &self.html)] {
+            path.iter().try_for_each(|path| writable(option, path))?;
+        }
+        // clap drops `requires` where another option excludes what is required.
+        anyhow::ensure!(
+            self.set.is_empty() || self.config.is_some(),
+            "--set: there is no --config whose keys it could override"
+        );
+        let (subject, settings) = match &self.config {
+            Some(path) => configured(path, &self.set, &self.ranks)?,
+            None => self.described()?,
+        };
+        Ok(Job {
+            subject,
+            settings,
+            ranks: self.ranks,
+            card: self.card,
+            json: self.json,
+            html: self.html,
+        })
+    }
+
+    /// What the other options describe.
+    fn described(&self) -> anyhow::Result<(Subject, Settings)> {
         let subject = self.subject()?;
         let default_accum = match subject {
             Subject::Count(_) => GradAccumDType::Parameter,
@@ -122,21 +171,14 @@ impl Options {
         if self.dtype == DType::F16 {
             engine.loss_scaling = LossScaling::dynamic();
         }
-        for (option, path) in [("--json", &self.json), ("--html", &self.html)] {
-            path.iter().try_for_each(|path| writable(option, path))?;
-        }
-        Ok(Job {
-            subject,
-            settings: Settings {
-                dtype: self.dtype,
-                optimizer: self.optimizer,
-                engine,
-            },
-            ranks: self.ranks,
-            card: self.card,
-            json: self.json,
-            html: self.html,
-        })
+        let settings = Settings {
+            dtype: self.dtype,
+            optimizer: self.optimizer,
+            engine,
+            clips_norm: false,
+            configured: None,
+        };
+        Ok((subject, settings))
     }
 
     fn subject(&self) -> anyhow::Result<Subject> {
@@ -207,21 +249,13 @@ impl Options {
         config
             .validate()
             .map_err(|e| anyhow::anyhow!("--width, --heads, --kv-heads: {}", one_line(&e)))?;
-        anyhow::ensure!(
-            layers <= MOST_LAYERS,
-            "--layers: must be at most {MOST_LAYERS}"
-        );
-        let wide = |n: usize| n as u128;
-        let block = 12 * wide(width) + 3 * wide(self.hidden.unwrap_or(0));
-        anyhow::ensure!(
-            (wide(layers) * block + 2 * wide(vocab_size)) * wide(width) <= MOST_PARAMETERS,
-            "--layers, --width, --hidden, --vocab: these are more than 100T parameters"
-        );
-        anyhow::ensure!(
-            self.batch.saturating_mul(context) <= MOST_TOKENS,
-            "--batch, --context: must be at most {MOST_TOKENS} tokens per rank"
-        );
-        let batch = self.batch;
-        Ok(Subject::Model { config, batch })
+        within_limits(&config, self.batch, context)
+            .context("--layers, --width, --hidden, --vocab, --batch, --context")?;
+        let batches = vec![Batch::of(self.batch); self.ranks.len()];
+        Ok(Subject::Model {
+            config,
+            context,
+            batches,
+        })
     }
 }

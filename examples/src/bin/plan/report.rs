@@ -5,7 +5,7 @@ use dp_zero::{Sharding, TrainerPlan};
 use serde::Serialize;
 
 use crate::options::Job;
-use crate::subject::{OptimizerName, Subject};
+use crate::subject::{Batch, OptimizerName, Subject};
 
 /// The whole plan.
 #[derive(Debug, Serialize)]
@@ -28,13 +28,13 @@ pub struct Report {
     pub choices: Vec<Choice>,
 }
 
-/// Shape of the model and of the batch.
+/// Shape of the model and of the sequences.
 #[derive(Debug, Serialize)]
 pub struct Model {
     #[serde(flatten)]
     pub config: ModelConfig,
-    /// Sequences per rank and micro-batch.
-    pub batch: usize,
+    /// Tokens of a sequence.
+    pub sequence_len: usize,
 }
 
 /// One rank's memory with a strategy, in bytes, and what it sends.
@@ -42,6 +42,11 @@ pub struct Model {
 pub struct Row {
     pub ranks: usize,
     pub strategy: &'static str,
+    /// It is that of the configuration.
+    pub configured: bool,
+    /// `None` if a count is all that is known.
+    #[serde(flatten)]
+    pub batch: Option<Batch>,
     pub basis: Basis,
     pub parameters: u64,
     pub gradients: u64,
@@ -56,6 +61,8 @@ pub struct Row {
     pub total: u64,
     /// Of the rank that sends most.
     pub bytes_sent_per_step: u64,
+    /// Of rank 0, whose metrics a run writes.
+    pub bytes_sent_by_rank_0: Option<u64>,
     pub num_buckets: Option<usize>,
     /// Into the card, if there is one.
     pub fits: Option<bool>,
@@ -99,10 +106,11 @@ impl Report {
         let settings = &job.settings;
         let looked = job.subject.look(settings.dtype)?;
         let mut rows = Vec::new();
-        for &ranks in &job.ranks {
+        for (i, &ranks) in job.ranks.iter().enumerate() {
             for sharding in Sharding::ALL {
-                let plan = looked.plan(settings, ranks, sharding)?;
-                rows.push(Row::new(&plan, looked.activations(), job.card));
+                let plan = looked.plan(settings, (i, ranks), sharding)?;
+                let configured = settings.configured == Some(sharding);
+                rows.push(Row::new(&plan, looked.batch(i), configured, job.card));
             }
         }
         let engine = &settings.engine;
@@ -115,9 +123,11 @@ impl Report {
             num_params: looked.num_params(),
             model: match &job.subject {
                 Subject::Count(_) => None,
-                Subject::Model { config, batch } => Some(Model {
+                Subject::Model {
+                    config, context, ..
+                } => Some(Model {
                     config: config.clone(),
-                    batch: *batch,
+                    sequence_len: *context,
                 }),
             },
             dtype: settings.dtype.as_str(),
@@ -132,11 +142,19 @@ impl Report {
 }
 
 impl Row {
-    fn new(plan: &TrainerPlan, activations: Option<u64>, card: Option<u64>) -> Self {
+    fn new(
+        plan: &TrainerPlan,
+        batch: Option<(Batch, u64)>,
+        configured: bool,
+        card: Option<u64>,
+    ) -> Self {
+        let activations = batch.map(|(_, bytes)| bytes);
         let total = plan.peak(activations.unwrap_or(0));
         Self {
             ranks: plan.world_size,
             strategy: plan.sharding.name(),
+            configured,
+            batch: batch.map(|(batch, _)| batch),
             basis: match plan.sharding {
                 Sharding::Zero3 => Basis::EstimateOnly,
                 _ if plan.is_exact() => Basis::Exact,
@@ -150,6 +168,7 @@ impl Row {
             activations,
             total,
             bytes_sent_per_step: plan.bytes_sent_per_step,
+            bytes_sent_by_rank_0: plan.bytes_sent_by_rank_0,
             num_buckets: plan.num_buckets,
             fits: card.map(|card| total <= card),
         }

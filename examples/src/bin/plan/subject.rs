@@ -3,7 +3,7 @@
 use candle_core::DType;
 use dp_core::{AdamW, EngineConfig, Optimizer, ParamKind, ParamShapes, ParamSpec, Sgd};
 use dp_models::{Activations, ModelConfig};
-use dp_zero::{BytesPerElement, Sharding, TrainerPlan};
+use dp_zero::{BytesPerElement, Sharding, TrainerPlan, TrainingStep};
 use serde::Serialize;
 
 /// What is planned.
@@ -11,8 +11,32 @@ use serde::Serialize;
 pub enum Subject {
     /// Of the model nothing else is known.
     Count(u64),
-    /// A model that can be built, and `batch` sequences of its context per rank and micro-batch.
-    Model { config: ModelConfig, batch: usize },
+    /// A model that can be built, and what each rank takes of sequences of `context` tokens, for each number of ranks.
+    Model {
+        config: ModelConfig,
+        context: usize,
+        batches: Vec<Batch>,
+    },
+}
+
+/// What a rank takes at a time, and how often in a step.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Batch {
+    /// Sequences per rank and micro-batch.
+    #[serde(rename = "micro_batch_size")]
+    pub size: usize,
+    /// Micro-batches per step.
+    pub accumulation_steps: usize,
+}
+
+impl Batch {
+    /// One micro-batch per step.
+    pub fn of(size: usize) -> Self {
+        Self {
+            size,
+            accumulation_steps: 1,
+        }
+    }
 }
 
 /// How it is trained.
@@ -21,6 +45,10 @@ pub struct Settings {
     pub dtype: DType,
     pub optimizer: OptimizerName,
     pub engine: EngineConfig,
+    /// Whether gradients are clipped.
+    pub clips_norm: bool,
+    /// The strategy of the configuration, if there is one.
+    pub configured: Option<Sharding>,
 }
 
 /// An optimizer of dp-core, by what it keeps.
@@ -42,7 +70,8 @@ pub enum Looked {
     Count(u64),
     Model {
         specs: Vec<ParamSpec>,
-        activations: Activations,
+        /// In the order of the numbers of ranks.
+        batches: Vec<(Batch, Activations)>,
     },
 }
 
@@ -51,9 +80,16 @@ impl Subject {
     pub fn look(&self, dtype: DType) -> anyhow::Result<Looked> {
         Ok(match self {
             Self::Count(num_params) => Looked::Count(*num_params),
-            Self::Model { config, batch } => Looked::Model {
+            Self::Model {
+                config,
+                context,
+                batches,
+            } => Looked::Model {
                 specs: ParamShapes::record(dtype, |vb| config.build(vb))?,
-                activations: config.activations(*batch, config.context(), dtype),
+                batches: batches
+                    .iter()
+                    .map(|b| (*b, config.activations(b.size, *context, dtype)))
+                    .collect(),
             },
         })
     }
@@ -71,19 +107,19 @@ impl Looked {
         }
     }
 
-    /// Bytes at the fullest moment of a micro-batch; `None` from a count.
-    pub fn activations(&self) -> Option<u64> {
+    /// What each rank takes with the `i`-th number of ranks, and the bytes at the fullest moment of a micro-batch; `None` from a count.
+    pub fn batch(&self, i: usize) -> Option<(Batch, u64)> {
         match self {
             Self::Count(_) => None,
-            Self::Model { activations, .. } => Some(activations.peak),
+            Self::Model { batches, .. } => Some((batches[i].0, batches[i].1.peak)),
         }
     }
 
-    /// What each of `world_size` ranks holds and sends.
+    /// What each of `world_size` ranks, the `i`-th number of them, holds and sends.
     pub fn plan(
         &self,
         settings: &Settings,
-        world_size: usize,
+        (i, world_size): (usize, usize),
         sharding: Sharding,
     ) -> dp_core::Result<TrainerPlan> {
         let num_states = settings.optimizer.num_states();
@@ -98,8 +134,13 @@ impl Looked {
                 let sent = sent.map_or(bytes.gradients, |d| d.size_in_bytes() as u64);
                 TrainerPlan::of_count(*num_params, world_size, sharding, bytes, sent)
             }
-            Self::Model { specs, .. } => {
-                TrainerPlan::of_specs(specs, world_size, sharding, num_states, &settings.engine)
+            Self::Model { specs, batches } => {
+                let step = TrainingStep {
+                    num_micro_batches: batches[i].0.accumulation_steps,
+                    clips_norm: settings.clips_norm,
+                };
+                let engine = &settings.engine;
+                TrainerPlan::of_steps(specs, world_size, sharding, num_states, engine, step)
             }
         }
     }

@@ -71,16 +71,41 @@ pub fn subject(report: &Report) -> String {
     match &report.model {
         None => format!("A model with {settings}"),
         Some(m) => format!(
-            "{} of {} layers, width {}, {} heads, vocabulary {}: {settings}; {} x {} tokens per rank and micro-batch",
+            "{} of {} layers, width {}, {} heads, vocabulary {}: {settings}; {}",
             m.config.architecture(),
             m.config.layers(),
             m.config.width(),
             m.config.heads(),
             m.config.vocab_size(),
-            m.batch,
-            m.config.context()
+            batches(report, m.sequence_len)
         ),
     }
+}
+
+/// What each rank takes: lists in the order of the numbers of ranks, where that differs.
+fn batches(report: &Report, len: usize) -> String {
+    let mut batches: Vec<_> = report
+        .rows
+        .iter()
+        .filter_map(|r| Some((r.ranks, r.batch?.size, r.batch?.accumulation_steps)))
+        .collect();
+    batches.dedup();
+    let list = |of: fn(&(usize, usize, usize)) -> usize| {
+        let numbers: Vec<String> = batches.iter().map(|b| of(b).to_string()).collect();
+        match numbers.iter().all(|n| *n == numbers[0]) {
+            true => numbers.into_iter().next().unwrap_or_default(),
+            false => numbers.join(", "),
+        }
+    };
+    let (sizes, steps) = (list(|b| b.1), list(|b| b.2));
+    let mut text = format!("{sizes} x {len} tokens per rank and micro-batch");
+    if steps != "1" {
+        text += &format!(", {steps} micro-batches per step");
+    }
+    if sizes.contains(',') || steps.contains(',') {
+        text += &format!(", on {} ranks", list(|b| b.0));
+    }
+    text
 }
 
 fn table(report: &Report) -> Table {
@@ -110,7 +135,10 @@ pub const HEADER: [&str; 11] = [
 pub fn cells(row: &Row, unit: Unit) -> [String; 11] {
     [
         row.ranks.to_string(),
-        row.strategy.to_string(),
+        match row.configured {
+            true => format!("{} *", row.strategy),
+            false => row.strategy.to_string(),
+        },
         unit.text(row.parameters),
         unit.text(row.gradients),
         unit.text(row.optimizer),
@@ -143,6 +171,9 @@ pub fn notes(report: &Report) -> Vec<String> {
         Some(_) => notes.push(
             "Exact: what the trainer will count, to the byte. Activations are an estimate in every row.".to_string(),
         ),
+    }
+    if report.rows.iter().any(|r| r.configured) {
+        notes.push("* the strategy of the configuration.".to_string());
     }
     let while_made =
         |r: &&Row| r.set_up.is_some_and(|s| r.parameters + s == r.total) && r.gradients > 0;
