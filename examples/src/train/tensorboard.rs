@@ -170,7 +170,7 @@ mod tests {
             rest = &rest[16 + len..];
         }
         assert_eq!(events[0].file_version.as_deref(), Some("brain.Event:2"));
-        let start = (events[1].step, events[1].session_log.map(|s| s.status));
+        let start = (events[1].step, events[1].session_log.as_ref().map(|s| s.status));
         assert_eq!(
             start,
             (5, Some(START)),
