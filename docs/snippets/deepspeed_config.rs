@@ -4,7 +4,7 @@ mod task;
 
 use candle_nn::Module;
 use candle_nn::loss::mse;
-use dp_core::{DistributedSampler, ParamStore, Result, Trainer, World};
+use dp_core::{DistributedSampler, ParamStore, Result, World};
 use dp_zero::DeepSpeedConfig;
 use task::{NUM_SAMPLES, build_model, load};
 

@@ -6,8 +6,8 @@ use std::process::{Command, Output};
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
+use dp_models::Gpt;
 use dp_models::gpt::hugging_face;
-use dp_models::{CausalLm, Gpt};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

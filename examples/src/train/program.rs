@@ -36,7 +36,7 @@ pub struct Arguments {
     /// What to do where optimizer or schedule of the checkpoint differ from the configuration's
     #[arg(long, value_enum, default_value_t = Differences::Refuse, requires = "resume")]
     hyper_parameters: Differences,
-    /// File for a timeline of all steps, for https://ui.perfetto.dev
+    /// File for a timeline of all steps, for Perfetto (ui.perfetto.dev)
     #[arg(long)]
     trace: Option<PathBuf>,
 }
