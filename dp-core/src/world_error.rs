@@ -25,7 +25,10 @@ impl fmt::Display for WorldError {
             None => return write!(f, "no rank failed"),
         };
         write!(f, "{first}")?;
-        for other in others.iter().filter(|o| !o.consequence) {
+        // An error that all ranks get alike is said once.
+        let said = first.cause.to_string();
+        let is_new = |o: &&RankError| !o.consequence && !said.contains(&o.cause.to_string());
+        for other in others.iter().filter(is_new) {
             write!(f, "\nalso {other}")?;
         }
         let stopped: Vec<String> = others
@@ -53,9 +56,10 @@ impl fmt::Debug for WorldError {
 }
 
 impl StdError for WorldError {
+    /// What is below the first rank's error, which the message has already.
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match &self.failures.first()?.cause {
-            Cause::Error(e) => Some(e.as_ref()),
+            Cause::Error(e) => e.source(),
             Cause::Panic(_) => None,
         }
     }

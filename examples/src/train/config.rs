@@ -10,6 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::dataset::is_token_file;
 use super::pretrained::Pretrained;
 
 /// Names of our own sections.
@@ -198,7 +199,7 @@ impl TrainConfig {
             let own = pretrained.tokenizer();
             self.data.tokenizer = own.map(|path| path.display().to_string());
         }
-        let is_tokens = self.data.train.extension().is_some_and(|e| e == "bin");
+        let is_tokens = is_token_file(&self.data.train);
         if self.data.tokenizer.is_none() && !is_tokens {
             let message = format!(
                 "is not there, and {} has no tokenizer.json; name one, or \"bytes\" if each byte is a token of the model",

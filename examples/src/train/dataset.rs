@@ -6,8 +6,19 @@ use std::sync::Arc;
 
 use anyhow::{anyhow, bail, ensure};
 use candle_core::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::tokenizer::{Tokenizer, Tokens};
+
+/// By what a text is known again: its length, and the SHA-256 of up to 65,536 of its tokens, evenly spread.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Hexadecimal digits.
+    pub sha256: String,
+}
 
 /// A part of a text, cut into sequences of `context` tokens that do not overlap. Sequence `i` has the inputs
 /// `i context .. (i + 1) context`, and as targets the tokens after each; a rest that fills no sequence is left out.
@@ -24,7 +35,7 @@ impl Dataset {
     /// # Errors
     /// The file cannot be read, is empty, is cut off, or too short for one sequence.
     pub fn open(path: &Path, tokenizer: &Tokenizer, context: usize) -> anyhow::Result<Self> {
-        let tokens = match path.extension().is_some_and(|e| e == "bin") {
+        let tokens = match is_token_file(path) {
             true => Tokens::File(map(path)?),
             false => tokenizer.encode_file(path)?,
         };
@@ -82,6 +93,21 @@ impl Dataset {
     /// Number of tokens.
     pub fn num_tokens(&self) -> usize {
         self.part.len()
+    }
+
+    /// By what this part is known again.
+    pub fn fingerprint(&self) -> Fingerprint {
+        let len = self.part.len();
+        let count = len.min(1 << 16);
+        let mut hash = Sha256::new();
+        for i in 0..count {
+            let at = self.part.start + (i as u128 * len as u128 / count as u128) as usize;
+            hash.update(self.tokens.at(at).to_le_bytes());
+        }
+        Fingerprint {
+            tokens: len,
+            sha256: hash.finalize().iter().map(|b| format!("{b:02x}")).collect(),
+        }
     }
 
     /// Refuses tokens that are not below `vocab_size`.
@@ -143,6 +169,11 @@ impl Tokens {
             Self::File(map) => u32::from(u16::from_le_bytes([map[2 * i], map[2 * i + 1]])),
         }
     }
+}
+
+/// True for the ending `.bin`.
+pub fn is_token_file(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "bin")
 }
 
 /// The first four bytes of the token files of llm.c, which have a header.

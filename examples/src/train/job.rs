@@ -8,7 +8,8 @@ use dp_models::{ModelConfig, Sampling};
 use dp_zero::BatchSizes;
 
 use super::config::TrainConfig;
-use super::dataset::Dataset;
+use super::dataset::{Dataset, is_token_file};
+use super::identity::{DataIdentity, Identity};
 use super::run_folder::{Resume, RunFolder};
 use super::subject::Subject;
 use super::tokenizer::Tokenizer;
@@ -37,12 +38,26 @@ pub struct Job {
     pub prompt: Vec<u32>,
     /// Where the run writes.
     pub folder: RunFolder,
-    /// Where it goes on from.
-    pub resume: Option<Resume>,
+    /// What its checkpoints say of it.
+    pub identity: Identity,
+    /// The checkpoint that it goes on from.
+    pub start: Option<Start>,
+}
+
+/// A checkpoint that a run goes on from.
+#[derive(Debug, Clone)]
+pub struct Start {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// It is one of this run's own.
+    pub is_own: bool,
+    /// It is of a run on the same data, which goes on where it was.
+    pub same_data: bool,
 }
 
 impl Job {
-    /// Checks a configuration for `world_size` ranks, and loads its data.
+    /// Checks a configuration for `world_size` ranks, and loads its data. `restart_data`: a checkpoint may be of a run on other data,
+    /// which then begins anew.
     ///
     /// # Errors
     /// What cannot be, by the key in the configuration.
@@ -50,6 +65,7 @@ impl Job {
         config: TrainConfig,
         world_size: usize,
         resume: Option<Resume>,
+        restart_data: bool,
     ) -> anyhow::Result<Self> {
         let sizes = config.deepspeed.batch_sizes(world_size)?;
         let subject = Subject::of(&config)?;
@@ -66,7 +82,14 @@ impl Job {
         };
         let train = open("data.train", &data.train)?;
         let (train, validation) = match (&data.validation, data.validation_fraction) {
-            (Some(path), _) => (train, Some(open("data.validation", path)?)),
+            (Some(path), _) => {
+                ensure!(
+                    is_token_file(path) == is_token_file(&data.train),
+                    "data.validation: {} must be a text if data.train is one, and a .bin file if it is not",
+                    path.display()
+                );
+                (train, Some(open("data.validation", path)?))
+            }
             (None, 0.0) => (train, None),
             (None, fraction) => {
                 let (train, validation) = train
@@ -84,19 +107,38 @@ impl Job {
                     .with_context(|| path.display().to_string())?;
             }
         }
-        ensure!(
-            train.len() >= world_size,
-            "data.train: {} has {} sequences of {} tokens to train on, fewer than {world_size} ranks",
-            data.train.display(),
-            train.len(),
-            context
-        );
-
         let prompt = match run.sample.tokens {
             0 => Vec::new(),
             _ => prompt(&config, &tokenizer, &model)?,
         };
+        let identity = Identity {
+            model: model.clone(),
+            data: DataIdentity {
+                seed: run.seed,
+                context,
+                train: train.fingerprint(),
+                validation: validation.as_ref().map(Dataset::fingerprint),
+            },
+        };
         let folder = RunFolder::prepare(&run.out, resume.as_ref())?;
+        let start = match resume {
+            None => None,
+            Some(resume) => {
+                let checkpoint = resume.checkpoint(&folder.checkpoints())?;
+                checkpoint
+                    .map(|checkpoint| -> anyhow::Result<Start> {
+                        let same_data = identity
+                            .check(&checkpoint, run.steps, restart_data)
+                            .context("--resume")?;
+                        Ok(Start {
+                            folder: checkpoint.folder().to_path_buf(),
+                            is_own: resume == Resume::Latest,
+                            same_data,
+                        })
+                    })
+                    .transpose()?
+            }
+        };
         let initial_values = config.pretrained.is_some().then(|| folder.initial_values());
         if let (Some(pretrained), Some(path)) = (&config.pretrained, &initial_values) {
             pretrained.convert(path)?;
@@ -111,7 +153,8 @@ impl Job {
             tokenizer,
             prompt,
             folder,
-            resume,
+            identity,
+            start,
             config,
         })
     }
@@ -143,9 +186,11 @@ impl Job {
             Some(data) => format!("{} held out", thousands(data.num_tokens() as u64)),
             None => "none held out".to_string(),
         };
+        let steps = self.config.run.steps;
+        let epochs = steps as f64 * self.sizes.train_batch_size as f64 / self.train.len() as f64;
         format!(
             "{} with {} parameters in {}, {} on {} ranks\n\
-             {}; {} tokens per step\n\
+             {}; {} tokens per step; {steps} steps are {epochs:.1} epochs\n\
              {} tokens to train on, {held_out}, vocabulary of {}",
             self.model.architecture(),
             thousands(self.model.num_params() as u64),

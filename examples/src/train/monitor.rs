@@ -110,10 +110,14 @@ impl Monitor {
             Some(step) => lines_until(&path, step, job.config.run.steps)?,
             None => String::new(),
         };
-        let mut metrics =
-            File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
-        metrics
-            .write_all(kept.as_bytes())
+        // As a whole: a process that is killed here leaves the old file.
+        let draft = path.with_extension("part");
+        std::fs::write(&draft, kept)
+            .and_then(|()| std::fs::rename(&draft, &path))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        let metrics = File::options()
+            .append(true)
+            .open(&path)
             .with_context(|| format!("cannot write {}", path.display()))?;
         let config = serde_json::to_string_pretty(&job.config.json)?;
         std::fs::write(job.folder.config(), config)
@@ -297,10 +301,10 @@ fn write_line(file: &mut File, line: &Line) -> anyhow::Result<()> {
         .context("cannot write metrics.jsonl")
 }
 
-/// The records of a metrics file; none if there is no file.
+/// The records of a metrics file; none if there is no file. Lines that are no records are left out.
 ///
 /// # Errors
-/// A line in the middle that is no record.
+/// The file cannot be read.
 pub fn read_metrics(path: &Path) -> anyhow::Result<Vec<Record>> {
     Ok(lines_of(path)?
         .into_iter()
@@ -317,22 +321,26 @@ fn lines_until(path: &Path, step: u64, last: u64) -> anyhow::Result<String> {
     Ok(kept.map(|(line, _)| line).collect())
 }
 
-/// Lines and what they say. The last one may have been cut off by the end of a process, and is left out then.
+/// Lines and what they say. One may have been cut off by a full disk or by the end of a process: metrics are worth no error.
 fn lines_of(path: &Path) -> anyhow::Result<Vec<(String, Record)>> {
-    let text = match std::fs::read_to_string(path) {
-        Ok(text) => text,
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
     };
-    let mut lines = Vec::new();
-    for (i, line) in text.split_inclusive('\n').enumerate() {
+    let text = String::from_utf8_lossy(&bytes);
+    let (mut lines, mut bad) = (Vec::new(), 0);
+    for line in text.lines() {
         match serde_json::from_str(line) {
-            Ok(record) if line.ends_with('\n') => lines.push((line.to_string(), record)),
-            Err(e) if line.ends_with('\n') => {
-                anyhow::bail!("{}, line {}: {e}", path.display(), i + 1)
-            }
-            _ => {}
+            Ok(record) => lines.push((format!("{line}\n"), record)),
+            Err(_) => bad += 1,
         }
+    }
+    if bad > 0 {
+        tracing::warn!(
+            "{}: {bad} lines are no records, and are left out",
+            path.display()
+        );
     }
     Ok(lines)
 }

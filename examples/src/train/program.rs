@@ -30,12 +30,16 @@ pub struct Arguments {
     /// Number of ranks
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     ranks: u16,
-    /// Go on from a checkpoint: `latest` of the run's own folder (from the start, if there is none), or a folder
+    /// Go on from a checkpoint: `latest` of the run's own folder (from the start, if there is none), or the folder of a checkpoint or
+    /// of another run
     #[arg(long, value_parser = resume)]
     resume: Option<Resume>,
     /// What to do where optimizer or schedule of the checkpoint differ from the configuration's
     #[arg(long, value_enum, default_value_t = Differences::Refuse, requires = "resume")]
     hyper_parameters: Differences,
+    /// Go on with other data or another seed than the checkpoint's: the data begins anew
+    #[arg(long, requires = "resume")]
+    restart_data: bool,
     /// File for a timeline of all steps, for Perfetto (ui.perfetto.dev)
     #[arg(long)]
     trace: Option<PathBuf>,
@@ -83,7 +87,8 @@ fn check(arguments: &Arguments, model: Option<&std::path::Path>) -> anyhow::Resu
     let world = World::from_env_or_threads(usize::from(arguments.ranks))?;
     let in_file = || arguments.config.display().to_string();
     let resume = arguments.resume.clone();
-    let job = Job::new(config, world.world_size(), resume).with_context(in_file)?;
+    let job = Job::new(config, world.world_size(), resume, arguments.restart_data)
+        .with_context(in_file)?;
     if let Some(path) = &arguments.trace {
         writable("--trace", path)?;
     }

@@ -1,8 +1,9 @@
 //! The folder of a run, and where a run goes on from.
 
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, bail, ensure};
 use dp_core::checkpoint::Checkpoint;
 
 use crate::options::writable;
@@ -16,38 +17,66 @@ pub enum Resume {
     From(PathBuf),
 }
 
-/// The folder of a run.
-#[derive(Debug, Clone)]
+impl Resume {
+    /// The checkpoint that is meant, in a run whose own checkpoints are in `own`; `None` if there is none yet.
+    ///
+    /// # Errors
+    /// There is no checkpoint where one is named, or it is damaged.
+    pub fn checkpoint(&self, own: &Path) -> anyhow::Result<Option<Checkpoint>> {
+        let path = match self {
+            Self::Latest if !has_entries(own) => return Ok(None),
+            Self::Latest => own.to_path_buf(),
+            // The folder of a whole run.
+            Self::From(path) if path.join(CHECKPOINTS).is_dir() => path.join(CHECKPOINTS),
+            Self::From(path) => path.clone(),
+        };
+        Checkpoint::open(&path).map(Some).map_err(|e| {
+            let hint = match self {
+                Self::Latest => "; --resume FOLDER goes on from one that is whole",
+                Self::From(_) => "",
+            };
+            anyhow!("--resume: {e}{hint}")
+        })
+    }
+}
+
+const CHECKPOINTS: &str = "checkpoints";
+
+/// The folder of a run. While it is there no other process can have the same.
+#[derive(Debug)]
 pub struct RunFolder {
     root: PathBuf,
+    /// Locked.
+    _lock: File,
 }
 
 impl RunFolder {
-    /// Creates the folder, and refuses one whose checkpoints this run would mix with its own.
+    /// Creates the folder and locks it, and refuses one whose checkpoints this run would mix with its own.
     ///
     /// # Errors
-    /// The folder has checkpoints and the run does not go on from them; it cannot be written; there is nothing to go on from.
+    /// Another process trains there; the folder has checkpoints and the run does not go on from them; it cannot be written.
     pub fn prepare(root: &Path, resume: Option<&Resume>) -> anyhow::Result<Self> {
-        let folder = Self {
-            root: root.to_path_buf(),
-        };
-        if let Some(Resume::From(path)) = resume {
-            Checkpoint::open(path).with_context(|| format!("--resume {}", path.display()))?;
-        }
-        let has_checkpoints = std::fs::read_dir(folder.checkpoints())
-            .is_ok_and(|mut entries| entries.next().is_some());
         ensure!(
-            resume == Some(&Resume::Latest) || !has_checkpoints,
-            "run.out: {} has checkpoints of an earlier run; go on from them with --resume latest, or choose another folder",
-            root.display()
+            !root.as_os_str().is_empty(),
+            "run.out: is empty; it names a folder"
         );
         std::fs::create_dir_all(root)
             .with_context(|| format!("run.out: cannot create {}", root.display()))?;
+        let folder = Self {
+            root: root.to_path_buf(),
+            _lock: lock(root)?,
+        };
+        ensure!(
+            resume == Some(&Resume::Latest) || !has_entries(&folder.checkpoints()),
+            "run.out: {} has checkpoints of an earlier run; go on from them with --resume latest, or choose another folder",
+            root.display()
+        );
         for file in [
             folder.metrics(),
             folder.report(),
             folder.weights(),
             folder.config(),
+            folder.sample(),
         ] {
             let is_new = !file.exists();
             writable("run.out", &file)?;
@@ -60,7 +89,7 @@ impl RunFolder {
 
     /// Where the checkpoints are.
     pub fn checkpoints(&self) -> PathBuf {
-        self.root.join("checkpoints")
+        self.root.join(CHECKPOINTS)
     }
 
     /// The configuration as it was read, overrides included.
@@ -102,4 +131,25 @@ impl RunFolder {
     pub fn tensorboard(&self) -> PathBuf {
         self.root.join("tensorboard")
     }
+}
+
+/// Locks the folder for as long as the file is open, also against a process that is killed: the system unlocks it.
+fn lock(root: &Path) -> anyhow::Result<File> {
+    let path = root.join(".lock");
+    let file =
+        File::create(&path).with_context(|| format!("run.out: cannot write {}", path.display()))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => bail!(
+            "run.out: another process trains in {}; wait for it, or choose another folder",
+            root.display()
+        ),
+        Err(TryLockError::Error(e)) => {
+            Err(e).with_context(|| format!("run.out: cannot lock {}", path.display()))
+        }
+    }
+}
+
+fn has_entries(folder: &Path) -> bool {
+    std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_some())
 }

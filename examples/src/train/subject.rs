@@ -6,6 +6,7 @@ use dp_models::ModelConfig;
 use dp_zero::BatchSizes;
 
 use super::config::TrainConfig;
+use super::dataset::is_token_file;
 use super::tokenizer::Tokenizer;
 use crate::memory_check::{Demand, within_limits};
 use crate::options::one_line;
@@ -28,7 +29,7 @@ impl Subject {
     /// What cannot be, by the key in the configuration.
     pub fn of(config: &TrainConfig) -> anyhow::Result<Self> {
         let data = &config.data;
-        let is_tokens = data.train.extension().is_some_and(|e| e == "bin");
+        let is_tokens = is_token_file(&data.train);
         let tokenizer = match &data.tokenizer {
             Some(name) => Tokenizer::open(name)?,
             None if is_tokens => Tokenizer::Numbers,

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use dp_core::checkpoint::CheckpointProblem;
 use dp_core::{
     DataPosition, DistributedSampler, Error, HyperParameters, LoadOptions, ParamStore, Rank,
-    Remainder, SaveOptions, StepReport, Trainer, max_over_ranks,
+    SaveOptions, StepReport, Trainer, max_over_ranks,
 };
 use dp_models::CausalLm;
 use dp_zero::config::ConfiguredOptimizer;
@@ -17,11 +17,12 @@ use super::evaluation::evaluate;
 use super::interrupt;
 use super::job::Job;
 use super::monitor::Monitor;
-use super::run_folder::Resume;
 use super::sampling::sample;
 
 /// A run that has skipped so many steps in a row learns nothing any more.
 const MAX_SKIPPED: u32 = 100;
+
+const DIVERGED: &str = "the training has diverged; try a lower learning rate or gradient_clipping; the last checkpoint is as it was";
 
 /// What a rank brings home.
 #[derive(Debug)]
@@ -113,33 +114,26 @@ struct Run<'a> {
 impl Run<'_> {
     /// Goes on from a checkpoint, if there is one; returns its step.
     fn resume(&mut self, hyper_parameters: HyperParameters) -> anyhow::Result<Option<u64>> {
-        let options = LoadOptions::new().with_hyper_parameters(hyper_parameters);
-        let folder = self.job.folder.checkpoints();
-        let loaded = match &self.job.resume {
-            None => Ok(None),
-            Some(Resume::Latest) => self.trainer.load_latest(&folder, &options),
-            Some(Resume::From(path)) => self.trainer.load_with(path, &options).map(Some),
+        let Some(start) = &self.job.start else {
+            return Ok(None);
         };
+        let options = LoadOptions::new().with_hyper_parameters(hyper_parameters);
+        let loaded = self.trainer.load_with(&start.folder, &options);
         let loaded = loaded.map_err(|error| match &error {
             Error::Checkpoint {
                 problem: CheckpointProblem::HyperParameters,
                 ..
-            } => anyhow!("{error}; --hyper-parameters saved takes the checkpoint's, current the configuration's"),
+            } => anyhow!(
+                "{error}; where only settings differ, --hyper-parameters saved takes the checkpoint's and current the \
+                 configuration's, but another kind of optimizer cannot go on from it"
+            ),
             _ => anyhow!(error),
         })?;
-        let Some(loaded) = loaded else {
-            return Ok(None);
-        };
-        self.batches.seek(loaded.data);
-        if self.job.resume == Some(Resume::Latest) {
-            self.saved = Some((loaded.step, loaded.folder.clone()));
+        if start.same_data {
+            self.batches.seek(loaded.data)?;
         }
-        let steps = self.job.config.run.steps;
-        if loaded.step > steps {
-            bail!(
-                "run.steps is {steps}, but the checkpoint is of step {}",
-                loaded.step
-            );
+        if start.is_own {
+            self.saved = Some((loaded.step, loaded.folder.clone()));
         }
         if self.rank.rank() == 0 {
             println!(
@@ -204,26 +198,24 @@ impl Run<'_> {
     /// Shows a step, and ends a run that has diverged.
     fn look_at(&mut self, report: &StepReport, elapsed: Duration) -> anyhow::Result<()> {
         if let Some(monitor) = &mut self.monitor {
-            let (epoch, record) = (self.batches.position.epoch, self.trainer.record(report));
+            let (epoch, record) = (self.batches.position().epoch, self.trainer.record(report));
             monitor.step(report, record, elapsed, epoch);
         }
-        let last = "the last checkpoint is as it was";
         match &report.skipped {
             Some(reason) => {
                 self.skipped_in_row += 1;
                 if self.skipped_in_row >= MAX_SKIPPED {
                     bail!(
-                        "{MAX_SKIPPED} steps in a row were skipped, the last because of {reason}; {last}"
+                        "{MAX_SKIPPED} steps in a row were skipped, the last because of {reason}; {DIVERGED}"
                     );
                 }
             }
             None => self.skipped_in_row = 0,
         }
         match report.loss {
-            Some(loss) if !loss.is_finite() && report.skipped.is_none() => bail!(
-                "the loss of step {} is {loss}: the training has diverged; try a lower learning rate or gradient_clipping; {last}",
-                report.step
-            ),
+            Some(loss) if !loss.is_finite() && report.skipped.is_none() => {
+                bail!("the loss of step {} is {loss}: {DIVERGED}", report.step)
+            }
             _ => Ok(()),
         }
     }
@@ -237,8 +229,12 @@ impl Run<'_> {
             self.job.sizes.micro_batch_size,
         );
         let loss = evaluate(model, data, max, micro, self.rank)?;
+        let step = self.trainer.num_steps();
         if let Some(monitor) = &mut self.monitor {
-            monitor.evaluation(self.trainer.num_steps(), loss);
+            monitor.evaluation(step, loss);
+        }
+        if !loss.is_finite() {
+            bail!("the validation loss after step {step} is {loss}: {DIVERGED}");
         }
         Ok(())
     }
@@ -253,7 +249,11 @@ impl Run<'_> {
         }
         let options = SaveOptions::new()
             .keep_last(self.job.config.run.keep_last)?
-            .with_data(self.batches.position);
+            .with_data(self.batches.position());
+        let options = match self.rank.rank() {
+            0 => options.with_rank_state(&self.job.identity)?,
+            _ => options,
+        };
         let folder = self.job.folder.checkpoints();
         let saved = self.trainer.save_with(&folder, &options)?;
         self.saved = Some((step, saved.clone()));
@@ -280,59 +280,70 @@ impl Run<'_> {
     }
 }
 
-/// The rank's part of each micro-batch: sequences in a shuffled order that depends on the seed only. The same global batch on
-/// any number of ranks.
+/// The rank's part of each micro-batch. Epoch after epoch, each a new permutation of all sequences, makes one endless row, which
+/// depends on the seed only; all ranks together take the next `micro-batch size * ranks` of it. So a global batch is the same
+/// sequences on any number of ranks, also across the end of an epoch.
 struct Batches<'a> {
     job: &'a Job,
     rank: &'a Rank,
+    /// Of all sequences: ranks deal them out here.
     sampler: DistributedSampler,
-    position: DataPosition,
-    order: std::vec::IntoIter<usize>,
+    /// Sequences of the row that all ranks together have used.
+    used: usize,
+    /// An epoch, and its order.
+    order: (u64, Vec<usize>),
 }
 
 impl<'a> Batches<'a> {
     fn new(job: &'a Job, rank: &'a Rank) -> anyhow::Result<Self> {
-        let seed = job.config.run.seed;
-        let sampler = DistributedSampler::new(job.train.len(), rank.world_size(), rank.rank())?
-            .with_shuffle(seed)
-            .with_remainder(Remainder::Drop);
+        let sampler = DistributedSampler::new(job.train.len(), 1, 0)?;
+        let sampler = sampler.with_shuffle(job.config.run.seed);
         Ok(Self {
-            order: sampler.indices(0).into_iter(),
+            order: (0, sampler.indices(0)),
             job,
             rank,
             sampler,
-            position: DataPosition {
-                seed,
-                ..DataPosition::default()
-            },
+            used: 0,
         })
     }
 
-    fn seek(&mut self, position: DataPosition) {
-        self.position = position;
-        let order = self.sampler.indices_after(position.epoch, position.samples);
-        self.order = order.into_iter();
+    fn seek(&mut self, position: DataPosition) -> anyhow::Result<()> {
+        let epochs = usize::try_from(position.epoch)?;
+        self.used = epochs * self.job.train.len() + position.samples;
+        Ok(())
+    }
+
+    /// What a checkpoint says.
+    fn position(&self) -> DataPosition {
+        let len = self.job.train.len();
+        DataPosition {
+            epoch: (self.used / len) as u64,
+            samples: self.used % len,
+            seed: self.job.config.run.seed,
+        }
     }
 
     /// Inputs and targets of the next micro-batch, `[B, T]` each.
     fn next(&mut self) -> anyhow::Result<(Tensor, Tensor)> {
-        let mut sequences = Vec::with_capacity(self.job.sizes.micro_batch_size);
-        while sequences.len() < self.job.sizes.micro_batch_size {
-            match self.order.next() {
-                Some(sequence) => {
-                    sequences.push(sequence);
-                    self.position.samples += self.rank.world_size();
-                }
-                None => {
-                    self.position.epoch += 1;
-                    self.position.samples = 0;
-                    self.order = self.sampler.indices(self.position.epoch).into_iter();
-                }
-            }
-        }
+        let (size, ranks) = (self.job.sizes.micro_batch_size, self.rank.world_size());
+        let first = self.used + self.rank.rank();
+        let sequences: Vec<usize> = (0..size)
+            .map(|i| self.sequence(first + i * ranks))
+            .collect();
+        self.used += size * ranks;
         self.job
             .train
             .batch(&sequences, self.rank.device())
             .context("data.train")
+    }
+
+    /// The sequence at a place in the row.
+    fn sequence(&mut self, at: usize) -> usize {
+        let len = self.job.train.len();
+        let epoch = (at / len) as u64;
+        if self.order.0 != epoch {
+            self.order = (epoch, self.sampler.indices(epoch));
+        }
+        self.order.1[at % len]
     }
 }
