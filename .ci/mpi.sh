@@ -23,8 +23,8 @@ step() { printf '\n==> %s\n' "$*"; }
 
 step "build with the feature mpi"
 cargo build --release --workspace --features dp-core/mpi --bin quickstart --bin memory-per-card
-cargo test --workspace --features dp-core/mpi --test mpi --no-run
-test_program=$(cargo test --workspace --features dp-core/mpi --test mpi --no-run --message-format json 2>/dev/null |
+cargo test --release --workspace --features dp-core/mpi --test mpi --no-run
+test_program=$(cargo test --release --workspace --features dp-core/mpi --test mpi --no-run --message-format json 2>/dev/null |
     sed -n 's/.*"executable":"\([^"]*\/mpi-[0-9a-f]*\)".*/\1/p')
 
 for n in 2 3 4; do

@@ -102,7 +102,10 @@ pub(crate) struct Launched {
     pub rank: usize,
     pub world_size: usize,
     /// The rank among those of this host; `None` where the launcher does not say.
-    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "read where ranks are processes"))]
+    #[cfg_attr(
+        not(feature = "mpi"),
+        allow(dead_code, reason = "read where ranks are processes")
+    )]
     pub local_rank: Option<usize>,
     /// Ranks on this host; `None` where the launcher does not say.
     pub local_size: Option<usize>,

@@ -148,7 +148,7 @@ fn contract() -> Result<()> {
         assert!(sum.as_slice::<f32>()?.iter().all(|x| *x == n as f32));
         let words: Vec<Vec<u8>> = comm.all_gather_bytes(&vec![r as u8; r], "words")?;
         assert_eq!(words, (0..n).map(|r| vec![r as u8; r]).collect::<Vec<_>>());
-        Ok(())
+        Ok::<_, Error>(())
     })?;
     // One run after the other, the first rank being late in each.
     for round in 0..20 {

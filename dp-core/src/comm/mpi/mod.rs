@@ -17,6 +17,8 @@
 mod channel;
 mod engine;
 mod message;
+mod moves;
+mod peers;
 mod session;
 mod staging;
 mod transfer;
