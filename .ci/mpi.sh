@@ -63,6 +63,7 @@ fail early;    expect_failure "rank 1 finished after 9 collectives"
 fail killed;   expect_failure "signal 9 (Killed)"
 # mpirun sees nothing: the deadline of the others ends it.
 fail stopped;  expect_failure "not there: rank 1"
+fail late;     expect_failure "waited 3"
 
 step "programs: threads and processes end alike"
 "${mpi[@]}" -n 4 "$target/release/quickstart" | tee "$scratch/processes"

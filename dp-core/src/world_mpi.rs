@@ -41,7 +41,14 @@ impl World {
             Ok(_) => {}
             Err(own) => failures.push(own),
         }
-        failures.sort_by_key(|f| (f.consequence, f.order, f.rank));
+        // Who failed because of another one has no order of its own.
+        failures.sort_by_key(|f| {
+            (
+                f.consequence,
+                if f.consequence { 0 } else { f.order },
+                f.rank,
+            )
+        });
         Err(failed(failures))
     }
 

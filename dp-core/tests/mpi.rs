@@ -5,6 +5,7 @@
 //! mpi contract                         # what a communicator promises
 //! mpi fail error|panic|mismatch|early  # rank 1 fails; all ranks must say why
 //! mpi fail killed|stopped              # rank 1 sends itself SIGKILL, or SIGSTOP
+//! mpi fail late                        # rank 1 does not come to the run at all
 //! ```
 
 // They have tests of their own, which need the harness that this program has not.
@@ -13,6 +14,7 @@ mod oracle;
 #[allow(dead_code)]
 mod support;
 
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -45,7 +47,11 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{error}");
+            // At once, so that lines of different ranks do not mix.
+            let text = format!("{error}\n");
+            std::io::stderr()
+                .write_all(text.as_bytes())
+                .expect("somebody listens");
             ExitCode::FAILURE
         }
     }
@@ -240,6 +246,9 @@ fn impossible_requests_name_what_is_wrong(comm: &dyn Communicator) -> Result<()>
 /// Ten collectives, of which rank 1 spoils the fifth. Prints what `World::run` says.
 fn fail(how: &str) -> Result<()> {
     let world = world(1)?.with_timeout(SHORT);
+    if how == "late" && world.ranks_here().contains(&1) {
+        std::thread::sleep(Duration::from_secs(60));
+    }
     let result: Result<()> = world.run(|rank| {
         let comm = rank.comm();
         for i in 0..10 {
