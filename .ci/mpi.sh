@@ -22,16 +22,17 @@ mpi=(timeout 120 mpirun --allow-run-as-root --oversubscribe)
 step() { printf '\n==> %s\n' "$*"; }
 
 step "build with the feature mpi"
-cargo build --release --workspace --features dp-core/mpi --bin quickstart --bin memory-per-card
+programs=(quickstart existing-loop resume memory-per-card bench-collectives)
+cargo build --release --workspace --features dp-core/mpi "${programs[@]/#/--bin=}"
 cargo test --release --workspace --features dp-core/mpi --test mpi --no-run
 test_program=$(cargo test --release --workspace --features dp-core/mpi --test mpi --no-run --message-format json 2>/dev/null |
     sed -n 's/.*"executable":"\([^"]*\/mpi-[0-9a-f]*\)".*/\1/p')
 
 for n in 2 3 4; do
     step "$n processes compute the bits of $n threads"
-    "$test_program" digests --ranks "$n" >"$scratch/threads"
+    "$test_program" digests --ranks "$n" >"$scratch/threads-$n"
     "${mpi[@]}" -n "$n" "$test_program" digests --ranks "$n" >"$scratch/processes"
-    diff "$scratch/threads" "$scratch/processes"
+    diff "$scratch/threads-$n" "$scratch/processes"
     wc -l <"$scratch/processes"
     "${mpi[@]}" -n "$n" "$test_program" contract
 done
@@ -61,6 +62,9 @@ fail mismatch; expect_failure "differs between ranks" "[bucket]" "[other bucket]
 fail early;    expect_failure "rank 1 finished after 9 collectives"
 # mpirun sees that it is gone, and ends the others.
 fail killed;   expect_failure "signal 9 (Killed)"
+# Where the launcher does not, their deadline does. (mpirun hides the exit codes then.)
+"${mpi[@]}" --enable-recovery -n 3 "$test_program" fail killed 2>"$scratch/err" || true
+for rank in 0 2; do grep "rank $rank failed: rank $rank waited 3.*not there: rank 1" "$scratch/err" | sort -u; done
 # mpirun sees nothing: the deadline of the others ends it.
 fail stopped;  expect_failure "not there: rank 1"
 fail late;     expect_failure "waited 3"
@@ -68,6 +72,14 @@ fail late;     expect_failure "waited 3"
 step "programs: threads and processes end alike"
 "${mpi[@]}" -n 4 "$target/release/quickstart" | tee "$scratch/processes"
 "$target/release/quickstart" --ranks 4 | diff - "$scratch/processes"
+"${mpi[@]}" -n 3 "$target/release/existing-loop"
+for run in threads processes; do
+    # Half of the steps one way, and the other half the other way.
+    "$target/release/resume" --ranks 3 --steps 20 --dir "$scratch/resume-$run" >/dev/null
+done
+"$target/release/resume" --ranks 3 --steps 40 --dir "$scratch/resume-threads" | tail -1 >"$scratch/threads.end"
+"${mpi[@]}" -n 3 "$target/release/resume" --steps 40 --dir "$scratch/resume-processes" | tail -1 | diff "$scratch/threads.end" -
+cat "$scratch/threads.end"
 small=(--steps 3 --batch 1 --context 16 --layers 1 --width 32 --heads 2)
 "$target/release/memory-per-card" --ranks 3 "${small[@]}" --out "$scratch/threads.d" >/dev/null
 "${mpi[@]}" -n 3 "$target/release/memory-per-card" "${small[@]}" --out "$scratch/processes.d"
@@ -82,6 +94,9 @@ for a, b in zip(threads, processes, strict=True):
     print(a["name"], a["params_sha256"][:16], "on threads and processes")
 PYTHON
 
+command=("${mpi[@]}" -n 2 "$target/release/bench-collectives" --max-bytes 1K)
+expect_failure "the ranks of this program are threads of one process"
+
 step "two hosts: network namespaces, TCP"
 code=0
 .ci/two-hosts.sh -n 4 -- "$test_program" contract || code=$?
@@ -89,7 +104,7 @@ if [[ $code -eq 77 ]]; then
     echo "skipped: network namespaces are not permitted here"
 else
     [[ $code -eq 0 ]]
-    .ci/two-hosts.sh -n 4 -- "$test_program" digests --ranks 4 | diff "$scratch/threads" -
+    .ci/two-hosts.sh -n 4 -- "$test_program" digests --ranks 4 | diff "$scratch/threads-4" -
 fi
 
 printf '\nMPI checks passed in %s s.\n' "$SECONDS"
