@@ -54,9 +54,9 @@ expect_failure() {
 
 step "a rank that fails ends the job, and all say why"
 fail() { command=("${mpi[@]}" -n 3 --tag-output "$test_program" fail "$1"); }
-fail error;    expect_failure "rank 1 failed: invalid test: rank 1 gives up" "rank 0, 2 stopped because of it"
+fail error;    expect_failure "rank 1 failed: invalid test: rank 1 gives up" "rank 0, 2 of 3 stopped because of it"
 for rank in 0 1 2; do grep -q "^\[1,$rank\].*rank 1 gives up" "$scratch/err"; done
-fail panic;    expect_failure "rank 1 panicked: rank 1 has had enough" "rank 0, 2 stopped because of it"
+fail panic;    expect_failure "rank 1 panicked: rank 1 has had enough" "rank 0, 2 of 3 stopped because of it"
 for rank in 0 1 2; do grep -q "^\[1,$rank\].*has had enough" "$scratch/err"; done
 fail mismatch; expect_failure "differs between ranks" "[bucket]" "[other bucket]"
 fail early;    expect_failure "rank 1 finished after 9 collectives"
@@ -94,7 +94,7 @@ for a, b in zip(threads, processes, strict=True):
     print(a["name"], a["params_sha256"][:16], "on threads and processes")
 PYTHON
 
-command=("${mpi[@]}" -n 2 "$target/release/bench-collectives" --max-bytes 1K)
+command=("${mpi[@]}" -n 2 "$target/release/bench-collectives" --max-bytes 8K)
 expect_failure "the ranks of this program are threads of one process"
 
 step "two hosts: network namespaces, TCP"
