@@ -163,7 +163,7 @@ impl Engine {
     /// Reduces the oldest pieces whose contributions are there, and sends their results.
     pub(super) fn reduce_rows(&mut self) -> Result<()> {
         let (me, world_size) = (self.rank(), self.channel.world_size());
-        while let Some(row) = self.staging.used.pop_front_if(|row| row.missing == 0) {
+        while let Some(row) = self.staging.next_whole() {
             let start = self
                 .staging
                 .place(row.index, if me == 0 { 1 } else { 0 }, me, world_size);

@@ -56,6 +56,12 @@ impl Staging {
         self.used.back()
     }
 
+    /// Takes the oldest row in use, if all contributions are there: results leave in the order of pieces.
+    pub fn next_whole(&mut self) -> Option<Row> {
+        self.used.front().filter(|row| row.missing == 0)?;
+        self.used.pop_front()
+    }
+
     /// Where the contribution of `from` to the piece in row `index` is, on rank `me`.
     pub fn place(&mut self, index: usize, from: usize, me: usize, world_size: usize) -> *mut u8 {
         let slot = if from < me { from } else { from - 1 };
