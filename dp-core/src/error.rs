@@ -181,6 +181,17 @@ pub enum Error {
         message: String,
     },
 
+    /// A call of the MPI library failed.
+    #[error("rank {rank}: {call} failed: {message}")]
+    Mpi {
+        /// The rank that reports this error.
+        rank: usize,
+        /// The function of MPI.
+        call: &'static str,
+        /// The library's own message.
+        message: String,
+    },
+
     /// Reading or writing a file failed.
     #[error("{}: {message}", path.display())]
     File {
@@ -222,6 +233,7 @@ impl Error {
                 | Self::RankLeft { .. }
                 | Self::Timeout { .. }
                 | Self::Mismatch { .. }
+                | Self::Mpi { .. }
         )
     }
 

@@ -37,8 +37,11 @@
 //! ```
 
 mod candle_threads;
+mod launcher;
 mod world;
 mod world_error;
+#[cfg(feature = "mpi")]
+mod world_mpi;
 
 pub mod buffer;
 pub mod comm;

@@ -35,7 +35,7 @@ impl<O: Optimizer> Engine<O> {
         let mine = checked.as_ref().err().map(ToString::to_string);
         let all = self
             .comm
-            .all_gather_json::<Option<String>>(&mine, &format!("set_parameter {name}"));
+            .all_gather_object::<Option<String>>(&mine, &format!("set_parameter {name}"));
         let all = self.reducer.remember_failure(all)?;
         if let Some((rank, message)) = (0..).zip(all).find_map(|(r, m)| Some((r, m?))) {
             let own = checked.err().filter(|_| rank == self.comm.rank());

@@ -17,7 +17,7 @@ use crate::precision::is_trainable;
 /// # Errors
 /// [`Error::ReplicaMismatch`], the same one on every rank.
 pub(crate) fn check_replicas(mine: &[ParamSpec], comm: &dyn Communicator) -> Result<Vec<usize>> {
-    let all: Vec<Vec<ParamSpec>> = comm.all_gather_json(&mine, "parameter list")?;
+    let all: Vec<Vec<ParamSpec>> = comm.all_gather_object(&mine, "parameter list")?;
     let by_name: Vec<HashMap<&str, &ParamSpec>> = all
         .iter()
         .map(|specs| specs.iter().map(|s| (s.name.as_str(), s)).collect())
@@ -76,7 +76,7 @@ pub(crate) fn check_settings(
 ) -> Result<u64> {
     let number = NUM_TRAINERS.replace(NUM_TRAINERS.get() + 1);
     let all: Vec<(u64, Vec<(String, String)>)> =
-        comm.all_gather_json(&(number, mine), "settings of the trainer")?;
+        comm.all_gather_object(&(number, mine), "settings of the trainer")?;
     for (i, (name, _)) in mine.iter().enumerate() {
         let value = |rank: usize| all[rank].1.get(i).map(|(_, value)| value.as_str());
         if let Some(rank) = (1..all.len()).find(|r| value(*r) != value(0)) {

@@ -1,6 +1,7 @@
 //! Ranks: one closure, run `N` times side by side.
 
 use std::error::Error as StdError;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,6 +12,7 @@ use candle_core::Device;
 use crate::candle_threads;
 use crate::comm::{Communicator, GroupControl, Patience, naive_group, shared_group};
 use crate::error::{Error, Result};
+use crate::launcher::Launched;
 use crate::memory::set_thread_rank;
 use crate::world_error::{Cause, RankError, WorldError, panic_message};
 
@@ -18,7 +20,7 @@ use crate::world_error::{Cause, RankError, WorldError, panic_message};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Backend {
-    /// Threads of one process over shared memory: the default.
+    /// Threads of one process over shared memory: the default. (Where ranks are processes, MPI takes its place.)
     #[default]
     SharedMemory,
     /// Threads of one process over the slow, obvious implementation, to check the other one against.
@@ -41,21 +43,14 @@ pub enum Backend {
 /// ```
 #[derive(Debug, Clone)]
 pub struct World {
-    world_size: usize,
-    timeout: Duration,
+    pub(crate) world_size: usize,
+    pub(crate) timeout: Duration,
     threads_per_rank: usize,
     stack_size: usize,
-    backend: Backend,
+    pub(crate) backend: Backend,
+    /// This process' place, where ranks are processes.
+    pub(crate) launched: Option<Launched>,
 }
-
-/// Variables by which launchers tell a process its world size: torchrun, Open MPI, MPICH, Slurm's srun. (Slurm's
-/// `SLURM_NTASKS` is also set in a plain allocation, where one process runs.)
-const WORLD_SIZE_VARIABLES: [&str; 4] = [
-    "WORLD_SIZE",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-];
 
 impl World {
     /// `world_size` ranks as threads of this process.
@@ -73,57 +68,66 @@ impl World {
                 "a world has at least one rank",
             ));
         }
+        Ok(Self::new(world_size, world_size, None))
+    }
+
+    /// A world with `ranks_here` ranks on this machine.
+    fn new(world_size: usize, ranks_here: usize, launched: Option<Launched>) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let fair_share = (cores / world_size).max(1);
+        let fair_share = (cores / ranks_here.max(1)).max(1);
         let world = Self {
             world_size,
             timeout: Duration::from_secs(60),
             threads_per_rank: 1,
             stack_size: 256 << 20,
             backend: Backend::default(),
+            launched,
         };
-        Ok(world.with_threads_per_rank(candle_threads::requested().unwrap_or(fair_share)))
+        world.with_threads_per_rank(candle_threads::requested().unwrap_or(fair_share))
     }
 
-    /// The world that a launcher describes in the environment, or `world_size` threads where there is no launcher.
+    /// The world that a launcher describes in the environment: this process is one of its ranks. `torchrun`'s `env://`.
+    ///
+    /// Launchers are mpirun of Open MPI, mpiexec of MPICH, and srun of Slurm; the program must be built with the feature
+    /// `mpi` and with that launcher's MPI. Processes that torchrun has started are refused, since MPI cannot connect them. A
+    /// launcher that starts one process gives a world of one rank.
+    ///
+    /// MPI is initialised by the first [`run`](Self::run), and ends with the process; the program does neither. Threads
+    /// per rank: `RAYON_NUM_THREADS` if set, else the cores that this process may use, divided by the ranks on this host.
     ///
     /// # Errors
-    /// [`Error::Environment`] if a launcher (torchrun, mpirun, srun) has started several processes: this version runs
-    /// ranks as threads only, and would otherwise train that many separate models. [`Error::InvalidArgument`] for 0.
-    pub fn from_env_or_threads(world_size: usize) -> Result<Self> {
-        for variable in WORLD_SIZE_VARIABLES {
-            let Ok(value) = std::env::var(variable) else {
-                continue;
-            };
-            match value.trim().parse::<usize>() {
-                Ok(1) => {}
-                Ok(0) => {
-                    return Err(Error::Environment {
-                        variable,
-                        value,
-                        message: "a world has at least one rank; unset it or correct it"
-                            .to_string(),
-                    });
-                }
-                Ok(_) => {
-                    return Err(Error::Environment {
-                        variable,
-                        value,
-                        message: "ranks in several processes are not supported yet, only threads of one process; \
-                                  start the program once, without the launcher"
-                            .to_string(),
-                    });
-                }
-                Err(e) => {
-                    return Err(Error::Environment {
-                        variable,
-                        value,
-                        message: format!("not a number of processes ({e}); unset it or correct it"),
-                    });
-                }
-            }
+    /// [`Error::Environment`] if the variables of a launcher are incomplete, wrong or contradict those of another one, if
+    /// this build cannot join its processes, and if there is no launcher.
+    pub fn from_env() -> Result<Self> {
+        match Launched::detect()? {
+            Some(launched) => Self::of_processes(launched),
+            None if Launched::is_alone()? => Self::threads(1),
+            None => Err(Error::Environment {
+                variable: "WORLD_SIZE",
+                value: String::new(),
+                message: "no launcher has set this variable or one like it; start the program by mpirun or srun, or use \
+                          World::from_env_or_threads"
+                    .to_string(),
+            }),
         }
-        Self::threads(world_size)
+    }
+
+    /// The world that a launcher describes in the environment, as [`from_env`](Self::from_env), or `world_size` threads
+    /// where no launcher has started more than one process.
+    ///
+    /// # Errors
+    /// See [`from_env`](Self::from_env), but for the last. [`Error::InvalidArgument`] for 0.
+    pub fn from_env_or_threads(world_size: usize) -> Result<Self> {
+        match Launched::detect()? {
+            Some(launched) => Self::of_processes(launched),
+            None => Self::threads(world_size),
+        }
+    }
+
+    fn of_processes(launched: Launched) -> Result<Self> {
+        launched.check_supported()?;
+        let ranks_here = launched.local_size.unwrap_or(1);
+        Ok(Self::new(launched.world_size, ranks_here, Some(launched)))
     }
 
     /// The longest that a rank waits in a collective; 60 s unless set.
@@ -149,7 +153,8 @@ impl World {
         self
     }
 
-    /// How the ranks talk.
+    /// How ranks that are threads talk. Ranks that are processes talk over MPI, and refuse to [`run`](Self::run) with
+    /// another backend than the default.
     #[must_use]
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
@@ -161,12 +166,30 @@ impl World {
         self.world_size
     }
 
+    /// The ranks that run in this process: all, where ranks are threads, else one.
+    pub fn ranks_here(&self) -> Range<usize> {
+        match &self.launched {
+            Some(launched) => launched.rank..launched.rank + 1,
+            None => 0..self.world_size,
+        }
+    }
+
+    /// True in the process that rank 0 runs in: the one that should print, and write reports. Hugging Face Accelerate's
+    /// `is_main_process`.
+    pub fn is_main_process(&self) -> bool {
+        self.ranks_here().contains(&0)
+    }
+
     /// Threads that each rank computes with.
     pub fn threads_per_rank(&self) -> usize {
         self.threads_per_rank
     }
 
     /// Runs `f` on every rank and returns when all have ended.
+    ///
+    /// Where ranks are processes, each process runs its own rank, and returns when all ranks have ended, in whatever process:
+    /// with an error if any of them failed. A rank that ends waits for the others no longer than the timeout, as in a
+    /// collective; so what takes longer than that, on one rank only, belongs after this call.
     ///
     /// A failed rank is logged at once (`tracing::error!`), and ends the waits of the others. A rank that is stuck outside
     /// of collectives keeps this call from returning, since Rust cannot end a thread.
@@ -182,7 +205,10 @@ impl World {
         self.map(f).map(drop)
     }
 
-    /// Like [`run`](Self::run), and returns what the ranks return, in rank order.
+    /// Like [`run`](Self::run), and returns what the ranks of this process return, in rank order: those of
+    /// [`ranks_here`](Self::ranks_here). So a program for threads and processes does not count on all of them; what one rank
+    /// has to know of all others, they exchange in `f`
+    /// ([`all_gather_object`](trait@Communicator#method.all_gather_object)).
     ///
     /// # Errors
     /// See [`run`](Self::run).
@@ -192,6 +218,10 @@ impl World {
         T: Send,
         E: Into<Box<dyn StdError + Send + Sync>> + From<WorldError> + Send,
     {
+        #[cfg(feature = "mpi")]
+        if let Some(launched) = &self.launched {
+            return self.map_process(launched, f).map(|result| vec![result]);
+        }
         let (comms, control) = self.connect();
         let order = AtomicUsize::new(0);
         let outcomes: Vec<Result<T, RankError>> = std::thread::scope(|scope| {
@@ -201,10 +231,7 @@ impl World {
                 .map(|(index, comm)| {
                     let (f, control, order) = (&f, control.as_ref(), &order);
                     scope.spawn(move || {
-                        let rank = Rank {
-                            comm,
-                            device: Device::Cpu,
-                        };
+                        let rank = Rank::new(comm, index);
                         self.supervise(index, control, order, || f(rank))
                     })
                 })
@@ -240,16 +267,21 @@ impl World {
     }
 
     fn connect(&self) -> (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>) {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let patience = Patience::new(self.world_size * self.threads_per_rank > cores);
+        let patience = self.patience(self.world_size);
         match self.backend {
             Backend::SharedMemory => shared_group(self.world_size, self.timeout, patience),
             Backend::Naive => naive_group(self.world_size, self.timeout),
         }
     }
 
+    /// How ranks wait, of which `ranks_here` share this machine.
+    pub(crate) fn patience(&self, ranks_here: usize) -> Patience {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Patience::new(ranks_here * self.threads_per_rank > cores)
+    }
+
     /// Runs one rank in its own thread pool, and tells the group how it ended.
-    fn supervise<T: Send, E: Into<Box<dyn StdError + Send + Sync>> + Send>(
+    pub(crate) fn supervise<T: Send, E: Into<Box<dyn StdError + Send + Sync>> + Send>(
         &self,
         rank: usize,
         control: &dyn GroupControl,
@@ -296,12 +328,28 @@ impl World {
 pub struct Rank {
     comm: Arc<dyn Communicator>,
     device: Device,
+    local_rank: usize,
 }
 
 impl Rank {
+    /// The rank behind `comm`.
+    pub(crate) fn new(comm: Arc<dyn Communicator>, local_rank: usize) -> Self {
+        Self {
+            comm,
+            device: Device::Cpu,
+            local_rank,
+        }
+    }
+
     /// This rank, `0 <= rank < world_size`.
     pub fn rank(&self) -> usize {
         self.comm.rank()
+    }
+
+    /// This rank among those of its machine, from 0: torchrun's `LOCAL_RANK`, which chooses a device. The rank itself, where
+    /// the launcher does not say it.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
     /// Number of ranks.

@@ -48,7 +48,10 @@ fn ops<T: Sample>() -> Vec<ReduceOp> {
 }
 
 /// Every collective on every length: the bits of all results that are specified, and what was sent.
-fn everything<T: Sample>(comm: &dyn Communicator, lens: &[usize]) -> Result<(Vec<u64>, Traffic)> {
+pub fn everything<T: Sample>(
+    comm: &dyn Communicator,
+    lens: &[usize],
+) -> Result<(Vec<u64>, Traffic)> {
     let (rank, n) = (comm.rank(), comm.world_size());
     let mut bits = Vec::new();
     let mut keep = |part: &[T]| bits.extend(part.iter().map(|x| x.bits()));
@@ -131,7 +134,7 @@ fn backends_agree_integers() {
 }
 
 /// 200 collectives of random kind and length, each rank sleeping, polling and waiting as `delays` says.
-fn mixture(comm: &dyn Communicator, delays: u64) -> Result<Vec<u64>> {
+pub fn mixture(comm: &dyn Communicator, delays: u64) -> Result<Vec<u64>> {
     let (rank, n) = (comm.rank(), comm.world_size());
     let mut script = Numbers::new(99);
     let mut data = Numbers::new(1000 + rank as u64);

@@ -144,7 +144,37 @@ fn launchers_of_several_processes_are_refused() {
             assert_eq!(world.world_size(), 3);
         });
     }
+    let torchrun = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29500"),
+    ];
+    isolated(test, &torchrun, || {
+        let parts = ["WORLD_SIZE=4", "torchrun", "start them by mpirun"];
+        expect_error(World::from_env(), &parts);
+        expect_error(World::from_env_or_threads(2), &parts);
+    });
+    let mpirun = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")];
+    isolated(test, &mpirun, || {
+        if cfg!(feature = "mpi") {
+            // Nobody calls MPI before a run.
+            let world = World::from_env().expect("four processes");
+            assert_eq!((world.world_size(), world.ranks_here()), (4, 1..2));
+            assert!(!world.is_main_process());
+            let naive = world.with_backend(dp_core::Backend::Naive);
+            expect_error(naive.run(|_| Ok(())), &["Naive", "backend for threads"]);
+        } else {
+            let parts = ["OMPI_COMM_WORLD_SIZE=4", "feature `mpi`"];
+            expect_error(World::from_env(), &parts);
+            expect_error(World::from_env_or_threads(2), &parts);
+        }
+    });
     isolated(test, &[], || {
+        expect_error(World::from_env(), &["no launcher"]);
+        let threads = World::threads(3).expect("three ranks");
+        assert_eq!(threads.ranks_here(), 0..3);
+        assert!(threads.is_main_process());
         assert_eq!(
             World::from_env_or_threads(4)
                 .expect("no launcher")

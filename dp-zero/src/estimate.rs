@@ -1,7 +1,7 @@
 //! Bytes per rank, predicted: for a real bucket layout to the byte, for a parameter count by the paper's formulas.
 
 use dp_core::{BucketLayout, EngineConfig, GradAccumDType, ParamSpec};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::optimizer::ZeroStage;
 
@@ -82,7 +82,7 @@ impl BytesPerElement {
 }
 
 /// Bytes of model states on one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelStates {
     /// Parameters, frozen ones and buffers included.
     pub parameters: u64,

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use candle_core::DType;
 use clap::ValueEnum;
-use dp_core::GradAccumDType;
+use dp_core::{GradAccumDType, World};
 use dp_zero::Sharding;
 use serde::Serialize;
 
@@ -22,6 +22,18 @@ pub fn positive(text: &str) -> Result<usize, String> {
         Ok(value) => Ok(value),
         Err(e) => Err(e.to_string()),
     }
+}
+
+/// Refuses ranks that are processes, for programs that need the results of all ranks in one.
+///
+/// # Errors
+/// For a world of several processes.
+pub fn threads_only(world: World) -> anyhow::Result<World> {
+    anyhow::ensure!(
+        world.ranks_here().len() == world.world_size(),
+        "the ranks of this program are threads of one process; start it once, without a launcher"
+    );
+    Ok(world)
 }
 
 /// A strategy that has a trainer, by its name.

@@ -46,7 +46,7 @@ pub(crate) fn agree<T: Serialize + DeserializeOwned>(
             message: other.to_string(),
         },
     };
-    let all: Vec<Outcome<T>> = comm.all_gather_json(&mine, label)?;
+    let all: Vec<Outcome<T>> = comm.all_gather_object(&mine, label)?;
     let mut done = Vec::with_capacity(all.len());
     for (rank, outcome) in all.into_iter().enumerate() {
         match outcome {

@@ -1,4 +1,4 @@
-//! Collectives: one object-safe trait, two backends for ranks that are threads.
+//! Collectives: one object-safe trait; two backends for ranks that are threads, and MPI for ranks that are processes.
 //!
 //! A collective takes a [`Buffer`] by value, works in place, and hands the same buffer back from [`Pending::wait`].
 //! With `N` ranks and `x_r` the buffer of rank `r`:
@@ -19,6 +19,8 @@
 //! dtype, length, root or label all get [`Error::Mismatch`].
 
 mod exchange;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod naive;
 mod reduce;
 mod rendezvous;
@@ -37,6 +39,8 @@ use serde::de::DeserializeOwned;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 
+#[cfg(feature = "mpi")]
+pub(crate) use mpi::MpiGroup;
 pub(crate) use naive::naive_group;
 pub(crate) use rendezvous::{GroupControl, Patience};
 pub(crate) use shared::shared_group;
@@ -254,8 +258,24 @@ impl dyn Communicator + '_ {
             .map(drop)
     }
 
-    /// Gives every rank the values of all ranks, in rank order; they travel as JSON.
-    pub(crate) fn all_gather_json<T: DeserializeOwned>(
+    /// Gives every rank the values of all ranks, in rank order. `torch.distributed.all_gather_object`.
+    ///
+    /// The values travel as JSON, so floats keep their bits, but NaN and infinities do not arrive. `label` says what they
+    /// are, for messages; it must be the same on all ranks.
+    ///
+    /// ```
+    /// # fn main() -> dp_core::Result<()> {
+    /// dp_core::World::threads(3)?.run(|rank| {
+    ///     let names: Vec<String> = rank.comm().all_gather_object(&format!("rank {}", rank.rank()), "names")?;
+    ///     assert_eq!(names, ["rank 0", "rank 1", "rank 2"]);
+    ///     Ok(())
+    /// })
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for what is not JSON or no `T`; see [`Communicator::start`] and [`Pending::wait`].
+    pub fn all_gather_object<T: DeserializeOwned>(
         &self,
         mine: &impl Serialize,
         label: &str,

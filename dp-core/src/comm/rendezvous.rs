@@ -57,9 +57,9 @@ pub(super) trait Payload {
 /// run between two looks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience {
-    spin: Duration,
+    pub(super) spin: Duration,
     /// Both together.
-    poll: Duration,
+    pub(super) poll: Duration,
 }
 
 impl Patience {
@@ -85,7 +85,7 @@ impl Patience {
 
 /// Why a group is closed.
 #[derive(Debug, Clone)]
-enum Failure {
+pub(super) enum Failure {
     Rank { rank: usize, reason: String },
     Error(Error),
 }
@@ -366,7 +366,8 @@ impl<P: Payload + Send + Sync> GroupControl for Rendezvous<P> {
     }
 }
 
-fn consequence(rank: usize, operation: String, failure: Failure) -> Error {
+/// What a rank that waits gets when the group is closed.
+pub(super) fn consequence(rank: usize, operation: String, failure: Failure) -> Error {
     match failure {
         Failure::Rank {
             rank: failed,

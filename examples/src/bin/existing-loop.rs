@@ -21,31 +21,35 @@ const STEPS: usize = 1500;
 
 fn main() -> Result<()> {
     let ranks = usize::from(Options::parse().ranks);
-    let weights: Vec<Vec<f32>> = World::from_env_or_threads(ranks)
-        .map_err(candle_core::Error::wrap)?
-        .map(|rank| -> Result<_> {
-            let varmap = VarMap::new();
-            let model = candle_nn::linear(
-                3,
-                1,
-                VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu),
-            )?;
-            let ddp = VarMapSync::new(&varmap, rank.comm())?; // + same weights everywhere
-            let mut optimizer = AdamW::new_lr(varmap.all_vars(), 0.05)?;
+    let world = World::from_env_or_threads(ranks)?;
+    // Those of all ranks, as each rank of this process knows them.
+    let mut weights: Vec<Vec<Vec<f32>>> = world.map(|rank| -> Result<_> {
+        let varmap = VarMap::new();
+        let model = candle_nn::linear(
+            3,
+            1,
+            VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu),
+        )?;
+        let ddp = VarMapSync::new(&varmap, rank.comm())?; // + same weights everywhere
+        let mut optimizer = AdamW::new_lr(varmap.all_vars(), 0.05)?;
 
-            let (x, y) = samples(rank.rank(), rank.world_size())?; // + this rank's part of the data
-            for _ in 0..STEPS {
-                let loss = (model.forward(&x)? - &y)?.sqr()?.mean_all()?;
-                let mut grads = loss.backward()?;
-                ddp.all_reduce(&mut grads)?; // + mean gradients over the ranks
-                optimizer.step(&grads)?;
-            }
-            model.weight().flatten_all()?.to_vec1::<f32>()
-        })?;
-    println!(
-        "weights of rank 0: {:?}, true ones: [1.0, -2.0, 0.5]",
-        weights[0]
-    );
+        let (x, y) = samples(rank.rank(), rank.world_size())?; // + this rank's part of the data
+        for _ in 0..STEPS {
+            let loss = (model.forward(&x)? - &y)?.sqr()?.mean_all()?;
+            let mut grads = loss.backward()?;
+            ddp.all_reduce(&mut grads)?; // + mean gradients over the ranks
+            optimizer.step(&grads)?;
+        }
+        let mine = model.weight().flatten_all()?.to_vec1::<f32>()?;
+        Ok(rank.comm().all_gather_object(&mine, "weights")?)
+    })?;
+    let weights = weights.swap_remove(0);
+    if world.is_main_process() {
+        println!(
+            "weights of rank 0: {:?}, true ones: [1.0, -2.0, 0.5]",
+            weights[0]
+        );
+    }
     let close = |w: &[f32]| {
         w.iter()
             .zip([1.0, -2.0, 0.5])

@@ -3,6 +3,7 @@
 //! ```text
 //! cargo run --release --bin quickstart
 //! cargo run --release --bin quickstart -- --ranks 4
+//! mpirun -n 4 target/release/quickstart        # built with --features dp-core/mpi
 //! ```
 use candle_core::{DType, Module, Tensor};
 use clap::Parser;
@@ -13,14 +14,15 @@ use dp_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
 
 #[derive(Parser)]
 struct Options {
-    /// Number of ranks
+    /// Number of ranks; a launcher's number comes first
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     ranks: u16,
 }
 
 fn main() -> anyhow::Result<()> {
-    let ranks = usize::from(Options::parse().ranks);
-    World::from_env_or_threads(ranks)?.run(|rank| {
+    let world = World::from_env_or_threads(usize::from(Options::parse().ranks))?;
+    let ranks = world.world_size();
+    world.run(|rank| {
         let (x, y) = wines::load(rank.device())?;
         let (num_train, num_held_out) = (1280, x.dim(0)? - 1280);
 

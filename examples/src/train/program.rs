@@ -15,7 +15,7 @@ use super::pretrained::Pretrained;
 use super::report::report;
 use super::run_folder::Resume;
 use super::training::{Outcome, train};
-use crate::options::{exit_code, writable};
+use crate::options::{exit_code, threads_only, writable};
 use crate::{logging, pages};
 
 /// What `train-gpt` and `finetune` are told alike.
@@ -84,7 +84,7 @@ fn check(arguments: &Arguments, model: Option<&std::path::Path>) -> anyhow::Resu
     let pretrained = model.map(Pretrained::open).transpose()?;
     let config = TrainConfig::from_file(&arguments.config, &arguments.set, pretrained)?;
     // Before anything starts a thread: the World can then tell Candle how many threads a rank has.
-    let world = World::from_env_or_threads(usize::from(arguments.ranks))?;
+    let world = threads_only(World::from_env_or_threads(usize::from(arguments.ranks))?)?;
     let in_file = || arguments.config.display().to_string();
     let resume = arguments.resume.clone();
     let job = Job::new(config, world.world_size(), resume, arguments.restart_data)

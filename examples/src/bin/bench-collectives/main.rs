@@ -24,7 +24,7 @@ use anyhow::Context;
 use clap::Parser;
 use dp_core::World;
 use dp_examples::machine::Provenance;
-use dp_examples::options::exit_code;
+use dp_examples::options::{exit_code, threads_only};
 
 use options::Options;
 use report::{Report, Row};
@@ -40,7 +40,8 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> anyhow::Result<bool> {
     let provenance = Provenance::now();
     // Collectives are done by the rank's own thread; a pool of more would only count as more threads than cores.
-    let world = World::from_env_or_threads(usize::from(options.ranks))?.with_threads_per_rank(1);
+    let world = threads_only(World::from_env_or_threads(usize::from(options.ranks))?)?;
+    let world = world.with_threads_per_rank(1);
     println!("{}", provenance.summary());
     println!("{}", report::header(options));
     let mut rows = Vec::new();

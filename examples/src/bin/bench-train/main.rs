@@ -20,7 +20,8 @@ use clap::Parser;
 use dp_core::World;
 use dp_core::memory::CountingAllocator;
 use dp_examples::machine::Provenance;
-use dp_examples::{checks, logging, options::exit_code, pages};
+use dp_examples::options::{exit_code, threads_only};
+use dp_examples::{checks, logging, pages};
 use mimalloc::MiMalloc;
 
 use options::{Job, Options};
@@ -39,7 +40,7 @@ fn run(job: &Job) -> anyhow::Result<bool> {
     let options = &job.options;
     let timeline = logging::init(options.trace.as_deref())?;
     let provenance = Provenance::now();
-    let world = World::from_env_or_threads(usize::from(options.ranks))?
+    let world = threads_only(World::from_env_or_threads(usize::from(options.ranks))?)?
         .with_threads_per_rank(options.threads);
     let mut runs: Vec<Vec<training::Run>> = vec![Vec::new(); options.strategies.len()];
     for round in 0..options.rounds {

@@ -3,6 +3,7 @@
 //! ```text
 //! cargo run --release                                   # 4 ranks, all strategies
 //! cargo run --release -- --ranks 2 --data my-text.txt   # other settings: --help
+//! mpirun -n 4 target/release/memory-per-card            # built with --features dp-core/mpi
 //! ```
 //!
 //! Writes `report.html` and `report.json` to `target/memory-per-card` and exits non-zero if one of its checks fails.
@@ -43,7 +44,10 @@ fn run(job: &Job) -> anyhow::Result<bool> {
     let options = &job.options;
     // Before the progress bar starts its thread: the World can then tell Candle how many threads a rank has.
     let world = World::from_env_or_threads(usize::from(options.ranks))?;
-    let progress = ProgressBar::new((options.strategies.len() * options.steps) as u64);
+    let progress = match world.is_main_process() {
+        true => ProgressBar::new((options.strategies.len() * options.steps) as u64),
+        false => ProgressBar::hidden(),
+    };
     progress.set_style(ProgressStyle::with_template(
         "{bar:40} {pos}/{len} {msg} ETA {eta}",
     )?);
@@ -52,13 +56,15 @@ fn run(job: &Job) -> anyhow::Result<bool> {
     for sharding in &options.strategies {
         let strategy = training::train(job, &world, *sharding, &progress)
             .with_context(|| format!("strategy {}", sharding.name()))?;
-        progress.suspend(|| println!("{}", table::summary(&strategy)));
+        if world.is_main_process() {
+            progress.suspend(|| println!("{}", table::summary(&strategy)));
+        }
         strategies.push(strategy);
     }
     progress.finish_and_clear();
 
     let report = Report {
-        world_size: usize::from(options.ranks),
+        world_size: world.world_size(),
         num_params: job.model.num_params(),
         dtype: options.dtype.as_str(),
         grad_dtype: options.grad_accum_dtype.of(options.dtype).as_str(),
@@ -75,6 +81,10 @@ fn run(job: &Job) -> anyhow::Result<bool> {
         },
         strategies,
     };
+    if !world.is_main_process() {
+        // It has the same report, and the main process says what is wrong with it.
+        return Ok(report.checks().into_iter().all(|(_, holds)| holds));
+    }
     table::print(&report);
     let all_hold = checks::print(report.checks());
     let write = |name: &str, text: String| {

@@ -1,7 +1,7 @@
 //! What is measured: the content of `report.json`, which the table and the page show.
 
 use dp_zero::ModelStates;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The whole report.
 #[derive(Debug, Serialize)]
@@ -50,7 +50,7 @@ pub struct StrategyReport {
 }
 
 /// One rank's memory, in bytes.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct RankReport {
     pub rank: usize,
     pub parameters: u64,

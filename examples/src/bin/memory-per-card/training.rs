@@ -9,6 +9,7 @@ use dp_core::{AdamW, DistributedSampler, ParamSpec, ParamStore, Rank, Trainer, W
 use dp_models::Gpt;
 use dp_zero::{ModelStates, Sharding, bytes_sent_per_step};
 use indicatif::ProgressBar;
+use serde::{Deserialize, Serialize};
 
 use crate::options::Job;
 use crate::report::{RankReport, StrategyReport};
@@ -20,7 +21,12 @@ pub fn train(
     sharding: Sharding,
     progress: &ProgressBar,
 ) -> anyhow::Result<StrategyReport> {
-    let mut runs: Vec<RankRun> = world.map(|rank| train_rank(job, sharding, &rank, progress))?;
+    // What all ranks bring home, once per rank of this process.
+    let runs = world.map(|rank| -> anyhow::Result<Vec<RankRun>> {
+        let mine = train_rank(job, sharding, &rank, progress)?;
+        Ok(rank.comm().all_gather_object(&mine, "runs of all ranks")?)
+    })?;
+    let mut runs = runs.into_iter().next().context("a process has a rank")?;
     let first = &runs[0];
     for run in &runs {
         anyhow::ensure!(
@@ -43,6 +49,7 @@ pub fn train(
 }
 
 /// What one rank brings home.
+#[derive(Serialize, Deserialize)]
 struct RankRun {
     losses: Vec<f64>,
     params_sha256: String,
