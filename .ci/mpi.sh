@@ -22,7 +22,7 @@ mpi=(timeout 120 mpirun --allow-run-as-root --oversubscribe)
 step() { printf '\n==> %s\n' "$*"; }
 
 step "build with the feature mpi"
-programs=(quickstart existing-loop resume memory-per-card bench-collectives)
+programs=(quickstart existing-loop resume memory-per-card bench-collectives train-gpt)
 cargo build --release --workspace --features dp-core/mpi "${programs[@]/#/--bin=}"
 cargo test --release --workspace --features dp-core/mpi --test mpi --no-run
 test_program=$(cargo test --release --workspace --features dp-core/mpi --test mpi --no-run --message-format json 2>/dev/null |
@@ -93,6 +93,17 @@ for a, b in zip(threads, processes, strict=True):
     assert len(a["ranks"]) == len(b["ranks"]) == 3
     print(a["name"], a["params_sha256"][:16], "on threads and processes")
 PYTHON
+
+for run in threads processes; do
+    train=("$target/release/train-gpt" --config examples/configs/gpt-bytes.json --set "run.out=$scratch/gpt-$run" --ranks 2
+        --set run.save_every=0 --set scheduler.params.total_num_steps=300)
+    # Half of the steps one way, and the other half the other way.
+    "${train[@]}" --set run.steps=10 >/dev/null
+    [[ $run == threads ]] || train=("${mpi[@]}" -n 2 "${train[@]}")
+    "${train[@]}" --set run.steps=20 --resume latest | tail -1 >"$scratch/gpt-$run.end"
+done
+diff "$scratch/gpt-threads.end" "$scratch/gpt-processes.end"
+cat "$scratch/gpt-threads.end"
 
 command=("${mpi[@]}" -n 2 "$target/release/bench-collectives" --max-bytes 8K)
 expect_failure "the ranks of this program are threads of one process"

@@ -140,7 +140,7 @@ fn bad_values_are_one_clear_line_and_exit_code_2() -> Result<(), Box<dyn std::er
     let cases: [(&[&str], &str); 16] = [
         (&["--ranks", "0"], "--ranks"),
         (&["--ranks", "many"], "--ranks"),
-        (&["--layers", "100000", "--width", "4096"], "GiB"),
+        (&["--layers", "10000", "--width", "4096"], "GiB"),
         (&["--batch", "1000000"], "GiB"),
         (&["--width", "18446744073709551615"], "at most"),
         (&["--strategies", "ddp,zero9"], "zero9"),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::allocator::{add_tracked, current_slot};
 
@@ -50,7 +50,7 @@ pub struct Ledger {
 }
 
 /// The ledger at one moment, in bytes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LedgerSnapshot {
     /// Bytes of [`Category::Parameters`].
     pub parameters: u64,

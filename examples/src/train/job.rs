@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, anyhow, ensure};
 use candle_core::DType;
+use dp_core::World;
 use dp_models::{ModelConfig, Sampling};
 use dp_zero::BatchSizes;
 
@@ -56,18 +57,18 @@ pub struct Start {
 }
 
 impl Job {
-    /// Checks a configuration for `world_size` ranks, and loads its data. `restart_data`: a checkpoint may be of a run on other data,
+    /// Checks a configuration for the ranks of `world`, and loads its data. `restart_data`: a checkpoint may be of a run on other data,
     /// which then begins anew.
     ///
     /// # Errors
     /// What cannot be, by the key in the configuration.
     pub fn new(
         config: TrainConfig,
-        world_size: usize,
+        world: &World,
         resume: Option<Resume>,
         restart_data: bool,
     ) -> anyhow::Result<Self> {
-        let sizes = config.deepspeed.batch_sizes(world_size)?;
+        let sizes = config.deepspeed.batch_sizes(world.world_size())?;
         let subject = Subject::of(&config)?;
         // Before the data is read: a text of any length may have to be tokenized.
         subject.check_memory(&config, &sizes)?;
@@ -120,7 +121,10 @@ impl Job {
                 validation: validation.as_ref().map(Dataset::fingerprint),
             },
         };
-        let folder = RunFolder::prepare(&run.out, resume.as_ref())?;
+        let folder = match world.is_main_process() {
+            true => RunFolder::prepare(&run.out, resume.as_ref())?,
+            false => RunFolder::of_other_process(&run.out),
+        };
         let start = match resume {
             None => None,
             Some(resume) => {

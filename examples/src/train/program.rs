@@ -1,7 +1,7 @@
 //! The programs that train from a configuration: command line, checks, run, and what is written at the end.
 
 use std::cell::Cell;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -80,19 +80,31 @@ pub fn main(arguments: Arguments, model: Option<PathBuf>) -> ExitCode {
 }
 
 /// Everything that can be wrong before the first step.
-fn check(arguments: &Arguments, model: Option<&std::path::Path>) -> anyhow::Result<(World, Job)> {
+fn check(arguments: &Arguments, model: Option<&Path>) -> anyhow::Result<(World, Job)> {
     let pretrained = model.map(Pretrained::open).transpose()?;
+    let pretrained_is_there = pretrained.is_some();
     let config = TrainConfig::from_file(&arguments.config, &arguments.set, pretrained)?;
     // Before anything starts a thread: the World can then tell Candle how many threads a rank has.
-    let world = threads_only(World::from_env_or_threads(usize::from(arguments.ranks))?)?;
+    let mut world = World::from_env_or_threads(usize::from(arguments.ranks))?;
+    if pretrained_is_there {
+        // The model is converted once, by the process that all ranks are in.
+        world = threads_only(world)?;
+    }
     let in_file = || arguments.config.display().to_string();
     let resume = arguments.resume.clone();
-    let job = Job::new(config, world.world_size(), resume, arguments.restart_data)
-        .with_context(in_file)?;
+    let job = Job::new(config, &world, resume, arguments.restart_data).with_context(in_file)?;
     if let Some(path) = &arguments.trace {
         writable("--trace", path)?;
     }
     Ok((world, job))
+}
+
+/// Each process has its own file: FILE, FILE.1, FILE.2, ...
+fn trace_of(path: &Path, world: &World) -> PathBuf {
+    match world.is_main_process() {
+        true => path.to_path_buf(),
+        false => PathBuf::from(format!("{}.{}", path.display(), world.ranks_here().start)),
+    }
 }
 
 fn run(
@@ -101,16 +113,30 @@ fn run(
     job: &Job,
     stopped: &Cell<bool>,
 ) -> anyhow::Result<bool> {
-    let timeline = logging::init(arguments.trace.as_deref())?;
+    let trace = arguments.trace.as_ref().map(|path| trace_of(path, world));
+    let timeline = logging::init(trace.as_deref())?;
     interrupt::listen()?;
-    println!("{}", job.summary());
+    if world.is_main_process() {
+        println!("{}", job.summary());
+    }
     let hyper_parameters = match arguments.hyper_parameters {
         Differences::Refuse => HyperParameters::MustMatch,
         Differences::Saved => HyperParameters::Saved,
         Differences::Current => HyperParameters::Current,
     };
-    let outcomes: Vec<Outcome> = world.map(|rank| train(job, hyper_parameters, &rank))?;
-    if let (Some(timeline), Some(path)) = (timeline, &arguments.trace) {
+    // Those of all ranks, as each rank of this process knows them.
+    let mut outcomes = world.map(|rank| -> anyhow::Result<Vec<Outcome>> {
+        let mine = train(job, hyper_parameters, &rank)?;
+        Ok(rank
+            .comm()
+            .all_gather_object(&mine, "outcomes of all ranks")?)
+    })?;
+    let outcomes = outcomes.swap_remove(0);
+    stopped.set(outcomes[0].stopped);
+    if !world.is_main_process() {
+        return Ok(true);
+    }
+    if let (Some(timeline), Some(path)) = (timeline, trace) {
         timeline.finish()?;
         println!("wrote {}", path.display());
     }
@@ -130,7 +156,6 @@ fn run(
         &report(job, &outcomes, &job.folder.metrics())?,
     )?;
     if outcome.stopped {
-        stopped.set(true);
         println!(
             "stopped after step {} of {}; to go on, run the same command with --resume latest",
             outcome.steps, job.config.run.steps

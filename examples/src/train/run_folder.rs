@@ -46,8 +46,8 @@ const CHECKPOINTS: &str = "checkpoints";
 #[derive(Debug)]
 pub struct RunFolder {
     root: PathBuf,
-    /// Locked.
-    _lock: File,
+    /// Locked, in the main process.
+    _lock: Option<File>,
 }
 
 impl RunFolder {
@@ -64,7 +64,7 @@ impl RunFolder {
             .with_context(|| format!("run.out: cannot create {}", root.display()))?;
         let folder = Self {
             root: root.to_path_buf(),
-            _lock: lock(root)?,
+            _lock: Some(lock(root)?),
         };
         ensure!(
             resume == Some(&Resume::Latest) || !has_entries(&folder.checkpoints()),
@@ -85,6 +85,14 @@ impl RunFolder {
             }
         }
         Ok(folder)
+    }
+
+    /// The folder, which the main process prepares, for another process of the same run.
+    pub fn of_other_process(root: &Path) -> Self {
+        Self {
+            root: root.to_path_buf(),
+            _lock: None,
+        }
     }
 
     /// Where the checkpoints are.

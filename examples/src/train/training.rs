@@ -12,6 +12,7 @@ use dp_core::{
 };
 use dp_models::CausalLm;
 use dp_zero::config::ConfiguredOptimizer;
+use serde::{Deserialize, Serialize};
 
 use super::evaluation::evaluate;
 use super::interrupt;
@@ -25,7 +26,7 @@ const MAX_SKIPPED: u32 = 100;
 const DIVERGED: &str = "the training has diverged; try a lower learning rate or gradient_clipping; the last checkpoint is as it was";
 
 /// What a rank brings home.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Outcome {
     /// Optimizer steps taken, those before a resume included.
     pub steps: u64,
