@@ -113,40 +113,6 @@ fn defaults_are_deepspeeds() -> std::result::Result<(), ConfigError> {
 }
 
 #[test]
-fn an_unknown_key_is_named_with_the_nearest() {
-    refused(
-        r#"{"zero_optimisation": {"stage": 1}}"#,
-        &["`zero_optimisation`", "`zero_optimization`"],
-    );
-    refused(
-        r#"{"zero_optimization": {"stag": 1}}"#,
-        &["`zero_optimization.stag`", "`zero_optimization.stage`"],
-    );
-    refused(r#"{"stage": 1}"#, &["`stage`", "`zero_optimization.stage`"]);
-    refused(
-        r#"{"zero_optimization": {"ofload_optimizer": null}}"#,
-        &["`zero_optimization.offload_optimizer`"],
-    );
-    refused(
-        r#"{"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}"#,
-        &["`optimizer.params.learning_rate`"],
-    );
-    // A key of another optimizer is none of this one's.
-    refused(
-        r#"{"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}}"#,
-        &["`optimizer.params.betas`"],
-    );
-    refused(
-        r#"{"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 5}}}"#,
-        &["`scheduler.params.total_num_steps`"],
-    );
-    refused(
-        r#"{"fp16": {"enabled": true, "init_scale_power": 4}}"#,
-        &["`fp16.initial_scale_power`"],
-    );
-}
-
-#[test]
 fn what_is_not_there_says_so() {
     for (text, key) in [
         (
@@ -155,7 +121,7 @@ fn what_is_not_there_says_so() {
         ),
         (
             r#"{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}"#,
-            "zero_optimization.offload_optimizer",
+            "zero_optimization.offload_optimizer.device",
         ),
         (
             r#"{"zero_optimization": {"contiguous_gradients": false}}"#,

@@ -43,6 +43,9 @@ mod safeguards;
 /// DeepSpeed's configurations, read.
 mod config;
 
+/// What is said of a configuration that cannot be, and what is no error.
+mod config_errors;
+
 /// Misuse, and what only some ranks do: named, or the right value.
 mod misuse;
 

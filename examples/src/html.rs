@@ -79,19 +79,21 @@ pub fn stacked_bars(groups: &[Vec<Bar>]) -> Markup {
     let scale = (WIDTH - LABEL - 90.0) / longest.unwrap_or(1).max(1) as f64;
     let x = |bytes: u64| LABEL + bytes as f64 * scale;
     html! {
-        svg.bars viewBox=(format!("0 0 {WIDTH} {height}")) role="img" aria-label="memory per card, stacked by category" {
-            @for (bar, y) in bars {
-                text x=(LABEL - 8.0) y=(y + BAR * 0.72) text-anchor="end" { (bar.label) }
-                @for (i, ((title, class), bytes)) in PARTS.iter().zip(bar.parts).enumerate() {
-                    @let before = bar.parts[..i].iter().sum();
-                    rect.(*class) x=(x(before)) y=(y) width=(bytes as f64 * scale) height=(BAR) {
-                        title { (title) ": " (size(bytes)) }
+        div.scroll {
+            svg.bars viewBox=(format!("0 0 {WIDTH} {height}")) role="img" aria-label="memory per card, stacked by category" {
+                @for (bar, y) in bars {
+                    text x=(LABEL - 8.0) y=(y + BAR * 0.72) text-anchor="end" { (bar.label) }
+                    @for (i, ((title, class), bytes)) in PARTS.iter().zip(bar.parts).enumerate() {
+                        @let before = bar.parts[..i].iter().sum();
+                        rect.(*class) x=(x(before)) y=(y) width=(bytes as f64 * scale) height=(BAR) {
+                            title { (title) ": " (size(bytes)) }
+                        }
                     }
+                    @if let Some(mark) = bar.mark {
+                        line.peak x1=(x(mark)) x2=(x(mark)) y1=(y - 2.0) y2=(y + BAR + 2.0) {}
+                    }
+                    text x=(x(end(bar)) + 6.0) y=(y + BAR * 0.72) { (size(bar.total)) }
                 }
-                @if let Some(mark) = bar.mark {
-                    line.peak x1=(x(mark)) x2=(x(mark)) y1=(y - 2.0) y2=(y + BAR + 2.0) {}
-                }
-                text x=(x(end(bar)) + 6.0) y=(y + BAR * 0.72) { (size(bar.total)) }
             }
         }
     }

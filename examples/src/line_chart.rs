@@ -55,15 +55,17 @@ pub fn chart(label: &str, curves: &[Curve]) -> Markup {
                 }
             }
         }
-        svg.curves viewBox=(format!("0 0 {WIDTH} {HEIGHT}")) role="img" aria-label=(label) {
-            @for tick in &ticks {
-                line.grid x1=(LEFT) x2=(WIDTH - RIGHT) y1=(y(*tick)) y2=(y(*tick)) {}
-                text x=(LEFT - 8.0) y=(y(*tick) + 4.0) text-anchor="end" { (number(*tick)) }
-            }
-            text x=(LEFT) y=(HEIGHT - 6.0) { "step " (first) }
-            text x=(WIDTH - RIGHT) y=(HEIGHT - 6.0) text-anchor="end" { "step " (last) }
-            @for (i, (_, drawn)) in drawn.iter().enumerate() {
-                polyline.(format!("curve{i}")) points=(points(drawn)) {}
+        div.scroll {
+            svg.curves viewBox=(format!("0 0 {WIDTH} {HEIGHT}")) role="img" aria-label=(label) {
+                @for tick in &ticks {
+                    line.grid x1=(LEFT) x2=(WIDTH - RIGHT) y1=(y(*tick)) y2=(y(*tick)) {}
+                    text x=(LEFT - 8.0) y=(y(*tick) + 4.0) text-anchor="end" { (number(*tick)) }
+                }
+                text x=(LEFT) y=(HEIGHT - 6.0) { "step " (first) }
+                text x=(WIDTH - RIGHT) y=(HEIGHT - 6.0) text-anchor="end" { "step " (last) }
+                @for (i, (_, drawn)) in drawn.iter().enumerate() {
+                    polyline.(format!("curve{i}")) points=(points(drawn)) {}
+                }
             }
         }
     }
@@ -135,5 +137,7 @@ mod tests {
             .and_then(|p| p.split('"').next());
         assert_eq!(polyline.map(|p| p.split(' ').count()), Some(2));
         assert!(!page.contains("NaN"));
+        // A narrow screen scrolls the chart; it does not shrink its text.
+        assert!(page.contains(r#"<div class="scroll"><svg class="curves""#));
     }
 }

@@ -25,8 +25,28 @@ pub enum ConfigError {
     UnknownKey {
         /// The key.
         key: String,
-        /// The known key that is most like it.
+        /// The known key that is most like it, never `key` itself.
         nearest: String,
+    },
+    /// No such key, nor one that is like it.
+    #[error("`{key}` is no known key; the keys there are {}", quoted(known))]
+    NoSuchKey {
+        /// The key.
+        key: String,
+        /// Paths of the keys that its section has.
+        known: Vec<String>,
+    },
+    /// The section would have this key if it were of another type.
+    #[error("`{key}` is a key of {}, not of {own}, which has {}", types.join(", "), quoted(known))]
+    KeyOfAnotherType {
+        /// The key.
+        key: String,
+        /// The types that have it.
+        types: Vec<String>,
+        /// The type that the configuration says.
+        own: String,
+        /// Paths of the keys that this type has.
+        known: Vec<String>,
     },
     /// DeepSpeed has this, and it is not there yet here.
     #[error("`{key}` is {value}: {reason}")]
@@ -56,6 +76,12 @@ pub enum ConfigError {
         /// Why.
         reason: String,
     },
+}
+
+/// The last parts of paths.
+fn quoted(paths: &[String]) -> String {
+    let last = |path: &String| format!("`{}`", path.rsplit('.').next().unwrap_or(path));
+    paths.iter().map(last).collect::<Vec<_>>().join(", ")
 }
 
 impl ConfigError {

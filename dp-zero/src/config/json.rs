@@ -7,11 +7,13 @@ use serde_json::{Map, Number, Value};
 
 use super::ConfigError;
 
-/// Parses JSON. A key that is there twice is an error, as in DeepSpeed: the first of them would be lost.
+/// Parses JSON. A key that is there twice is an error, as in DeepSpeed: the first of them would be lost. A byte order mark at the
+/// start, which some editors write, is skipped.
 ///
 /// # Errors
 /// [`ConfigError::NotJson`] with line and column.
 pub fn parse_json(text: &str) -> Result<Value, ConfigError> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let parsed: Result<Unique, _> = serde_json::from_str(text);
     parsed
         .map(|unique| unique.0)
@@ -21,12 +23,25 @@ pub fn parse_json(text: &str) -> Result<Value, ConfigError> {
 }
 
 /// Sets the value at a path such as `zero_optimization.stage`; sections on the way are made. `text` is JSON, or else a string:
-/// `2`, `true`, `text.txt`.
+/// `2`, `true`, `text.txt`. A text that begins with `{` or `[` must be JSON; as a string it is quoted, `"[a] b"`.
 ///
 /// # Errors
-/// [`ConfigError::Invalid`] for an empty part of the path, or one that leads into a value which is no section.
+/// [`ConfigError::Invalid`] for a configuration that is no section, for an empty part of the path, or one that leads into a value
+/// which is no section, and for a text that begins like JSON and is none.
 pub fn set(config: &mut Value, path: &str, text: &str) -> Result<(), ConfigError> {
-    let value = parse_json(text).unwrap_or_else(|_| Value::String(text.to_string()));
+    check_is_object(config)?;
+    let value = match parse_json(text) {
+        Ok(value) => value,
+        Err(ConfigError::NotJson { message }) if text.trim_start().starts_with(['{', '[']) => {
+            return Err(ConfigError::invalid(
+                path,
+                format!(
+                    "begins like JSON and is none: {message}; to set a text, put it in double quotes"
+                ),
+            ));
+        }
+        Err(_) => Value::String(text.to_string()),
+    };
     let mut at = config;
     for part in path.split('.') {
         if part.is_empty() {
@@ -45,6 +60,20 @@ pub fn set(config: &mut Value, path: &str, text: &str) -> Result<(), ConfigError
     }
     *at = value;
     Ok(())
+}
+
+/// Refuses a configuration that is not a section itself.
+///
+/// # Errors
+/// [`ConfigError::Invalid`].
+pub fn check_is_object(config: &Value) -> Result<(), ConfigError> {
+    match config.is_object() {
+        true => Ok(()),
+        false => Err(ConfigError::invalid(
+            "the configuration",
+            "must be a JSON object, { ... }",
+        )),
+    }
 }
 
 /// A value whose sections have each key once.
@@ -137,5 +166,42 @@ mod tests {
         assert!(set(&mut config, "data.train.x", "1").is_err());
         assert!(set(&mut config, "data..train", "1").is_err());
         Ok(())
+    }
+
+    #[test]
+    fn what_begins_like_json_must_be_json() -> Result<(), ConfigError> {
+        let mut config = json!({});
+        for text in [r#"{"a":1,"a":2}"#, "{a: 1}", " [1", "[INST] Hello"] {
+            let error = set(&mut config, "key", text).map_err(|e| e.to_string());
+            assert!(
+                error
+                    .as_ref()
+                    .is_err_and(|e| e.starts_with("`key`: begins like JSON and is none")
+                        && e.contains("double quotes")),
+                "{error:?}"
+            );
+        }
+        assert_eq!(config, json!({}));
+        set(&mut config, "key", r#""[INST] Hello""#)?;
+        set(&mut config, "list", "[1, 2]")?;
+        assert_eq!(config, json!({"key": "[INST] Hello", "list": [1, 2]}));
+        Ok(())
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_skipped() -> Result<(), ConfigError> {
+        assert_eq!(parse_json("\u{feff}{\"a\": 1}")?, json!({"a": 1}));
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_no_object_has_no_keys_to_set() {
+        for mut config in [json!([1]), json!(null), json!("a")] {
+            let error = set(&mut config, "key", "1").map_err(|e| e.to_string());
+            assert_eq!(
+                error,
+                Err("`the configuration`: must be a JSON object, { ... }".to_string())
+            );
+        }
     }
 }

@@ -5,9 +5,13 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::ConfigError;
+use super::expected::{SECTION, fit, in_words, one_of, shown};
+use super::schema::{Schema, join};
+use super::unknown::Known;
 
-/// Reads a section of a configuration into its Rust type. The known keys are those of the type's JSON schema; `section` is the
-/// path that messages begin with, empty at the top. Programs with sections of their own read them with this.
+/// Reads a section of a configuration into its Rust type. The known keys and the kinds of their values are those of the type's
+/// JSON schema; `section` is the path that messages begin with, empty at the top. Programs with sections of their own read them
+/// with this. An integral float is a whole number where the schema says integer: `1e3`.
 ///
 /// ```
 /// use dp_zero::config::{parse_json, read_section};
@@ -16,182 +20,176 @@ use super::ConfigError;
 /// struct Data {
 ///     /// Text to train on.
 ///     train: String,
+///     /// Tokens of a sequence.
+///     context: usize,
 /// }
 ///
-/// let error = read_section::<Data>("data", parse_json(r#"{"trian": "a.txt"}"#)?).unwrap_err();
+/// let read = |text| read_section::<Data>("data", parse_json(text)?);
+/// assert_eq!(read(r#"{"train": "a.txt", "context": 1e3}"#)?.context, 1000);
+///
+/// let error = read(r#"{"trian": "a.txt"}"#).unwrap_err();
 /// assert_eq!(error.to_string(), "`data.trian` is no known key; did you mean `data.train`?");
+/// let error = read(r#"{"train": "a.txt", "context": "32"}"#).unwrap_err();
+/// assert_eq!(error.to_string(), "`data.context`: must be a whole number from 0 on, got \"32\"");
 /// # Ok::<(), dp_zero::config::ConfigError>(())
 /// ```
 ///
 /// # Errors
-/// [`ConfigError::UnknownKey`]; [`ConfigError::Invalid`] for a value of another type, one that is missing, or `"auto"`, which
-/// Hugging Face's Trainer fills in.
+/// [`ConfigError::UnknownKey`], [`ConfigError::NoSuchKey`] or [`ConfigError::KeyOfAnotherType`] for a key that is not there;
+/// [`ConfigError::Invalid`] for a value of another kind, one that is missing, or `"auto"`, which Hugging Face's Trainer fills
+/// in (a text may be `auto`).
 pub fn read_section<T: DeserializeOwned + JsonSchema>(
     section: &str,
     value: Value,
 ) -> Result<T, ConfigError> {
-    read_with(section, value, &[])
+    Reader {
+        schema: Schema::of::<T>(),
+        others: &[],
+        null_is_absent: false,
+    }
+    .read(section, value)
 }
 
-/// [`read_section`]; `more`: known keys that are no part of the type, for suggestions.
-pub(super) fn read_with<T: DeserializeOwned + JsonSchema>(
-    section: &str,
+/// The paths of all keys of a section, for the suggestions of [`DeepSpeedConfig::from_value`](super::DeepSpeedConfig::from_value).
+pub fn paths_of<T: JsonSchema>(section: &str) -> Vec<String> {
+    let schema = Schema::of::<T>();
+    let mut paths = vec![section.to_string()];
+    paths.extend(schema.paths(section, schema.root()));
+    paths
+}
+
+/// [`read_section`] of DeepSpeed's part: as in Python, null is what is not there. `others`: known paths that are no part of
+/// the type, for suggestions.
+pub(super) fn read_deepspeed<T: DeserializeOwned + JsonSchema>(
     value: Value,
-    more: &[String],
+    others: &[String],
 ) -> Result<T, ConfigError> {
-    Keys::new::<T>(section, more).check(section, &value)?;
-    serde_path_to_error::deserialize(value).map_err(|e| {
-        let inner = e.path().to_string();
-        let key = match inner.as_str() {
-            "." => section.to_string(),
-            inner => join(section, inner),
-        };
-        match key.is_empty() {
-            true => ConfigError::invalid("the configuration", e.inner().to_string()),
-            false => ConfigError::invalid(key, e.inner().to_string()),
-        }
-    })
+    Reader {
+        schema: Schema::of::<T>(),
+        others,
+        null_is_absent: true,
+    }
+    .read("", value)
 }
 
-/// A JSON schema and the definitions it refers to.
-pub(super) struct Schema {
-    root: Value,
-}
-
-impl Schema {
-    pub fn of<T: JsonSchema>() -> Self {
-        Self {
-            root: schemars::schema_for!(T).to_value(),
-        }
-    }
-
-    /// The schema of the whole type.
-    pub fn root(&self) -> &Value {
-        &self.root
-    }
-
-    /// Follows `$ref`, and `anyOf` of one thing and null, which is how an `Option` looks.
-    pub fn resolve<'a>(&'a self, schema: &'a Value) -> &'a Value {
-        if let Some(path) = schema["$ref"].as_str() {
-            let target = self.root.pointer(path.trim_start_matches('#'));
-            return target.map_or(schema, |s| self.resolve(s));
-        }
-        let is_null = |s: &&Value| s["type"] != "null";
-        match schema["anyOf"].as_array() {
-            Some(any) if any.iter().filter(is_null).count() == 1 => {
-                any.iter().find(is_null).map_or(schema, |s| self.resolve(s))
-            }
-            _ => schema,
-        }
-    }
-
-    /// The known keys of a section with this value: of an enum's variants, those of the one that `value` names.
-    pub fn keys<'a>(&'a self, schema: &'a Value, value: &Value) -> Vec<(&'a str, &'a Value)> {
-        let schema = self.resolve(schema);
-        let own = schema["properties"].as_object().into_iter().flatten();
-        let mut keys: Vec<_> = own.map(|(k, s)| (k.as_str(), s)).collect();
-        let variants = ["oneOf", "anyOf"].map(|k| schema[k].as_array());
-        let variants: Vec<&Value> = variants.into_iter().flatten().flatten().collect();
-        let named = |variant: &&&Value| {
-            let tags = self.resolve(variant)["properties"].as_object();
-            tags.is_some_and(|tags| {
-                let mut tags = tags.iter().filter(|(_, s)| !s["const"].is_null());
-                tags.any(|(key, s)| value[key] == s["const"])
-            })
-        };
-        let chosen: Vec<&Value> = match variants.iter().find(named) {
-            Some(variant) => vec![variant],
-            None => variants,
-        };
-        for variant in chosen {
-            keys.extend(self.keys(variant, value));
-        }
-        keys
-    }
-
-    /// All paths below `schema`.
-    pub fn paths(&self, prefix: &str, schema: &Value) -> Vec<String> {
-        let mut paths = Vec::new();
-        for (key, inner) in self.keys(schema, &Value::Null) {
-            let path = join(prefix, key);
-            paths.extend(self.paths(&path, inner));
-            paths.push(path);
-        }
-        paths
-    }
-}
-
-/// `section.key`, or `key` at the top.
-pub(super) fn join(section: &str, key: &str) -> String {
-    match section.is_empty() {
-        true => key.to_string(),
-        false => format!("{section}.{key}"),
-    }
-}
-
-/// The known keys of a type.
-struct Keys {
+struct Reader<'a> {
     schema: Schema,
-    /// All known paths.
-    paths: Vec<String>,
+    others: &'a [String],
+    null_is_absent: bool,
 }
 
-impl Keys {
-    fn new<T: JsonSchema>(section: &str, more: &[String]) -> Self {
-        let schema = Schema::of::<T>();
-        let mut paths = schema.paths(section, schema.root());
-        paths.extend_from_slice(more);
-        Self { schema, paths }
+impl Reader<'_> {
+    fn read<T: DeserializeOwned>(&self, section: &str, mut value: Value) -> Result<T, ConfigError> {
+        let whole = value.clone();
+        let known = Known {
+            schema: &self.schema,
+            value: &whole,
+            path: section,
+            others: self.others,
+        };
+        self.check(section, &mut value, self.schema.root(), &known)?;
+        // What the schema cannot say. Paths end at a section of several types, which is why all else is checked before.
+        serde_path_to_error::deserialize(value).map_err(|e| {
+            let key = match e.path().to_string().as_str() {
+                "." => section.to_string(),
+                inner => join(section, inner),
+            };
+            invalid(&key, e.inner().to_string())
+        })
     }
 
-    /// Refuses unknown keys and `"auto"`.
-    fn check(&self, section: &str, value: &Value) -> Result<(), ConfigError> {
-        self.check_below(section, value, self.schema.root())
-    }
-
-    fn check_below(&self, path: &str, value: &Value, at: &Value) -> Result<(), ConfigError> {
-        if value == "auto" {
-            return Err(ConfigError::invalid(
+    /// Refuses unknown keys, values of another kind and `"auto"`; see [`fit`] for what it changes.
+    fn check(
+        &self,
+        path: &str,
+        value: &mut Value,
+        at: &Value,
+        known: &Known,
+    ) -> Result<(), ConfigError> {
+        let resolved = self.schema.resolve(at);
+        if value.is_null() && self.schema.is_nullable(at) {
+            return Ok(());
+        }
+        let is_section = !self.schema.keys(at, &Value::Null).is_empty();
+        if value == "auto" && (is_section || in_words(&self.schema, at) != "a text") {
+            return Err(invalid(
                 path,
                 "\"auto\" is filled in by Hugging Face's Trainer, which is not at work here; give a value, or leave the key out",
             ));
         }
-        let known = self.schema.keys(at, value);
-        let Value::Object(section) = value else {
+        if !is_section {
+            return fit(&self.schema, at, value).map_err(|message| invalid(path, message));
+        }
+        // An enum may also have variants that are no sections.
+        let may_be_other = ["oneOf", "anyOf"].into_iter().any(|key| {
+            let mut of = resolved[key].as_array().into_iter().flatten();
+            of.any(|s| self.schema.keys(s, &Value::Null).is_empty())
+        });
+        match value.is_object() {
+            true => self.check_section(path, value, at, known),
+            false if may_be_other => Ok(()),
+            false => Err(invalid(
+                path,
+                format!("must be {SECTION}, got {}", shown(value)),
+            )),
+        }
+    }
+
+    fn check_section(
+        &self,
+        path: &str,
+        value: &mut Value,
+        at: &Value,
+        known: &Known,
+    ) -> Result<(), ConfigError> {
+        self.check_type(path, value, at)?;
+        let keys = self.schema.keys(at, value);
+        let required = self.schema.required(at, value);
+        let Some(section) = value.as_object_mut() else {
             return Ok(());
         };
-        if known.is_empty() {
-            return Ok(());
+        let is_known = |key: &str| keys.iter().any(|(name, _)| *name == key);
+        if let Some(key) = section.keys().find(|key| !is_known(key)) {
+            return Err(known.error(path, key));
         }
-        for (key, inner) in section {
-            let key_path = join(path, key);
-            match known.iter().find(|(name, _)| name == key) {
-                Some((_, inner_schema)) => self.check_below(&key_path, inner, inner_schema)?,
-                None => {
-                    let here = known.iter().map(|(name, _)| join(path, name)).collect();
-                    return Err(ConfigError::UnknownKey {
-                        nearest: nearest(key, path, here, &self.paths),
-                        key: key_path,
-                    });
+        if self.null_is_absent {
+            section.retain(|_, value| !value.is_null());
+        }
+        for (key, schema) in keys {
+            let path = join(path, key);
+            match section.get_mut(key) {
+                Some(inner) => self.check(&path, inner, schema, known)?,
+                None if required.contains(&key) => {
+                    let is = in_words(&self.schema, schema);
+                    return Err(invalid(&path, format!("is missing; it is {is}")));
                 }
+                None => {}
             }
         }
         Ok(())
     }
+
+    /// A section of several types says which it is of.
+    fn check_type(&self, path: &str, value: &Value, at: &Value) -> Result<(), ConfigError> {
+        let variants = self.schema.variants(at);
+        let Some(first) = variants.first() else {
+            return Ok(());
+        };
+        if variants.iter().any(|v| value[v.tag] == v.name) {
+            return Ok(());
+        }
+        let names = one_of(variants.iter().map(|v| format!("\"{}\"", v.name)));
+        let message = match &value[first.tag] {
+            Value::Null => format!("is missing; it is {names}"),
+            other => format!("must be {names}, got {}", shown(other)),
+        };
+        Err(invalid(&join(path, first.tag), message))
+    }
 }
 
-/// The known path whose last part is most like `key`; of equals, one of the same section.
-fn nearest(key: &str, section: &str, mut known: Vec<String>, elsewhere: &[String]) -> String {
-    let is_in_section = |path: &&String| path.rsplit_once('.').map_or("", |(s, _)| s) == section;
-    known.extend(elsewhere.iter().filter(is_in_section).cloned());
-    known.extend_from_slice(elsewhere);
-    let mut best = (String::new(), -1.0);
-    for path in known {
-        let last = path.rsplit('.').next().unwrap_or(&path);
-        let likeness = strsim::normalized_damerau_levenshtein(&key.to_lowercase(), last);
-        if likeness > best.1 {
-            best = (path, likeness);
-        }
+fn invalid(path: &str, message: impl Into<String>) -> ConfigError {
+    match path.is_empty() {
+        true => ConfigError::invalid("the configuration", message),
+        false => ConfigError::invalid(path, message),
     }
-    best.0
 }

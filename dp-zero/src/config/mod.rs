@@ -30,13 +30,16 @@
 
 mod batch;
 mod error;
+mod expected;
 mod json;
 mod keys;
 mod optimizer;
 mod reference;
 mod schedule;
+mod schema;
 mod sections;
 mod spelling;
+mod unknown;
 mod unsupported;
 
 use std::path::Path;
@@ -53,8 +56,8 @@ use serde_json::Value;
 
 pub use batch::BatchSizes;
 pub use error::ConfigError;
-pub use json::{parse_json, set};
-pub use keys::read_section;
+pub use json::{check_is_object, parse_json, set};
+pub use keys::{paths_of, read_section};
 pub use optimizer::ConfiguredOptimizer;
 pub use reference::{reference, reference_of};
 pub use sections::{
@@ -64,24 +67,18 @@ pub use sections::{
 };
 
 use crate::Sharding;
-use sections::{integral, optional_integral};
 
-/// A DeepSpeed configuration; see the [module page](self).
+/// A DeepSpeed configuration; see the [module page](self). It is read by [`from_json`](Self::from_json), which checks keys and
+/// values and knows DeepSpeed's spellings; `Deserialize` alone takes this type's own form only.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct DeepSpeedConfig {
     /// Samples of one optimizer step, on all ranks together. Two of the three batch sizes give the third.
-    #[serde(deserialize_with = "optional_integral")]
-    #[schemars(with = "Option<u64>")]
     pub train_batch_size: Option<u64>,
     /// Samples of one forward and backward on one rank.
-    #[serde(deserialize_with = "optional_integral")]
-    #[schemars(with = "Option<u64>")]
     pub train_micro_batch_size_per_gpu: Option<u64>,
     /// Micro-batches of one optimizer step, on each rank.
-    #[serde(deserialize_with = "optional_integral")]
-    #[schemars(with = "Option<u64>")]
     pub gradient_accumulation_steps: Option<u64>,
     /// What is sharded over the ranks.
     pub zero_optimization: ZeroSection,
@@ -100,8 +97,6 @@ pub struct DeepSpeedConfig {
     /// The learning-rate schedule. Left out: a constant rate.
     pub scheduler: Option<SchedulerSection>,
     /// Steps between two printed lines.
-    #[serde(deserialize_with = "integral")]
-    #[schemars(with = "u64")]
     pub steps_per_print: u64,
     /// Print where the time of a step goes.
     pub wall_clock_breakdown: bool,
@@ -152,22 +147,18 @@ impl DeepSpeedConfig {
         Self::from_json(&text)
     }
 
-    /// From parsed JSON. `own_sections`: names that the program has taken out of it, for suggestions to a mistyped key.
+    /// From parsed JSON. `own_keys`: paths of the sections and keys that the program has taken out of it ([`paths_of`]), for
+    /// suggestions to a mistyped key. Null is what is not there, as in Python.
     ///
     /// # Errors
     /// As [`from_json`](Self::from_json).
-    pub fn from_value(mut value: Value, own_sections: &[&str]) -> Result<Self, ConfigError> {
-        if !value.is_object() {
-            return Err(ConfigError::invalid(
-                "the configuration",
-                "must be a JSON object, { ... }",
-            ));
-        }
+    pub fn from_value(mut value: Value, own_keys: &[String]) -> Result<Self, ConfigError> {
+        json::check_is_object(&value)?;
         spelling::normalize(&mut value)?;
         unsupported::take_out(&mut value)?;
-        let mut more: Vec<String> = own_sections.iter().map(ToString::to_string).collect();
-        more.extend(unsupported::paths());
-        let config: Self = keys::read_with("", value, &more)?;
+        let mut others = own_keys.to_vec();
+        others.extend(unsupported::paths());
+        let config: Self = keys::read_deepspeed(value, &others)?;
         config.validate()?;
         Ok(config)
     }
@@ -233,7 +224,9 @@ impl DeepSpeedConfig {
                 "must be at least 1",
             ));
         }
-        self.validate_fp16()?;
+        if self.fp16.enabled {
+            self.validate_fp16()?;
+        }
         self.grad_accum_dtype()?;
         let optimizer = self.optimizer()?;
         dp_core::Optimizer::validate(&optimizer)
@@ -241,10 +234,11 @@ impl DeepSpeedConfig {
         self.engine_config().map(drop)
     }
 
+    /// Of an `fp16` that is enabled.
     fn validate_fp16(&self) -> Result<(), ConfigError> {
         let (fp16, defaults) = (&self.fp16, Fp16Section::default());
         let dynamic = Fp16Section {
-            enabled: fp16.enabled,
+            enabled: true,
             loss_scale: fp16.loss_scale,
             ..defaults
         };

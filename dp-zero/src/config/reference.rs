@@ -5,7 +5,7 @@ use std::fmt::Write;
 use schemars::JsonSchema;
 use serde_json::Value;
 
-use super::keys::{Schema, join};
+use super::schema::{Schema, join};
 use super::{DeepSpeedConfig, unsupported};
 
 /// All keys of [`DeepSpeedConfig`] as Markdown tables: key, type, default, meaning; and those keys of DeepSpeed's that may only

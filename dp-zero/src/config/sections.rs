@@ -2,7 +2,7 @@
 
 use dp_core::WarmupType;
 use schemars::JsonSchema;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
 /// ZeRO, and the sizes of its buckets.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -10,16 +10,10 @@ use serde::{Deserialize, Deserializer, Serialize};
 #[non_exhaustive]
 pub struct ZeroSection {
     /// What is sharded over the ranks: 0 nothing (plain data parallelism), 1 optimizer state, 2 optimizer state and gradients. DeepSpeed's 3 is not there yet.
-    #[serde(deserialize_with = "integral")]
-    #[schemars(with = "u64")]
     pub stage: u64,
     /// Elements of gradients that are reduced at a time, the size of a bucket. Left out: 25 MiB of gradients, the first bucket 1 MiB, as in PyTorch. (DeepSpeed: 5e8 elements.)
-    #[serde(deserialize_with = "optional_integral")]
-    #[schemars(with = "Option<u64>")]
     pub reduce_bucket_size: Option<u64>,
     /// Elements of parameters that are gathered at a time. Parameters are gathered by the buckets in which gradients are reduced, so it must not be below `reduce_bucket_size`; given alone, it is the size of both.
-    #[serde(deserialize_with = "optional_integral")]
-    #[schemars(with = "Option<u64>")]
     pub allgather_bucket_size: Option<u64>,
     /// Reduce gradients while backward goes on. (DeepSpeed's default is false below stage 3.)
     pub overlap_comm: bool,
@@ -71,12 +65,8 @@ pub struct Fp16Section {
     /// The first scale is 2 to this power.
     pub initial_scale_power: i32,
     /// Steps without an overflow before the scale is doubled.
-    #[serde(deserialize_with = "integral")]
-    #[schemars(with = "u64")]
     pub loss_scale_window: u64,
     /// The overflow from which on the scale is halved; 1 for the first.
-    #[serde(deserialize_with = "integral")]
-    #[schemars(with = "u64")]
     pub hysteresis: u64,
     /// Count overflows for `hysteresis` anew after each good step.
     pub consecutive_hysteresis: bool,
@@ -103,13 +93,10 @@ impl Default for Fp16Section {
 #[serde(rename_all = "lowercase")]
 pub enum FloatType {
     /// 32 bits.
-    #[serde(alias = "float32")]
     Fp32,
     /// 16 bits, 11 of them for the fraction.
-    #[serde(alias = "float16")]
     Fp16,
     /// 16 bits, 8 of them for the fraction.
-    #[serde(alias = "bfloat16")]
     Bf16,
 }
 
@@ -199,16 +186,14 @@ pub enum SchedulerSection {
 #[serde(default)]
 #[non_exhaustive]
 pub struct WarmupParams {
-    /// Rate of the first step.
+    /// Rate of the first two steps.
     pub warmup_min_lr: f64,
     /// Rate after the warm-up. Left out: the optimizer's.
     pub warmup_max_lr: Option<f64>,
     /// Steps of the warm-up.
-    #[serde(deserialize_with = "integral")]
-    #[schemars(with = "u64")]
     pub warmup_num_steps: u64,
     /// How the rate grows: `log`, with the logarithm of the step, or `linear`.
-    #[schemars(with = "String")]
+    #[schemars(with = "String", extend("enum" = ["log", "linear"]))]
     pub warmup_type: WarmupType,
 }
 
@@ -229,19 +214,15 @@ impl Default for WarmupParams {
 #[non_exhaustive]
 pub struct WarmupDecayParams {
     /// Steps until the least rate. Left out: the steps of the run.
-    #[serde(deserialize_with = "optional_integral")]
-    #[schemars(with = "Option<u64>")]
     pub total_num_steps: Option<u64>,
-    /// Rate of the first step, and of the last.
+    /// Rate of the first two steps, and of the last.
     pub warmup_min_lr: f64,
-    /// Rate after the warm-up. Left out: the optimizer's, or 1e-3.
+    /// Rate after the warm-up. Left out: the optimizer's, or 1e-3. (DeepSpeed: 1e-3, whatever the optimizer's is.)
     pub warmup_max_lr: Option<f64>,
     /// Steps of the warm-up.
-    #[serde(deserialize_with = "integral")]
-    #[schemars(with = "u64")]
     pub warmup_num_steps: u64,
     /// How the rate grows: `log`, with the logarithm of the step, or `linear`.
-    #[schemars(with = "String")]
+    #[schemars(with = "String", extend("enum" = ["log", "linear"]))]
     pub warmup_type: WarmupType,
 }
 
@@ -269,19 +250,15 @@ impl Default for WarmupDecayParams {
 #[non_exhaustive]
 pub struct WarmupCosineParams {
     /// Steps until the last rate. Left out: the steps of the run.
-    #[serde(deserialize_with = "optional_integral")]
-    #[schemars(with = "Option<u64>")]
     pub total_num_steps: Option<u64>,
-    /// Rate of the warm-up's first step, as a fraction of the optimizer's.
+    /// Rate of the second step, as a fraction of the optimizer's, from which it grows; the first step has rate 0.
     pub warmup_min_ratio: f64,
     /// Steps of the warm-up.
-    #[serde(deserialize_with = "integral")]
-    #[schemars(with = "u64")]
     pub warmup_num_steps: u64,
     /// The last rate, as a fraction of the optimizer's.
     pub cos_min_ratio: f64,
     /// How the rate grows: `log`, with the logarithm of the step, or `linear`.
-    #[schemars(with = "String")]
+    #[schemars(with = "String", extend("enum" = ["log", "linear"]))]
     pub warmup_type: WarmupType,
 }
 
@@ -318,29 +295,4 @@ impl Default for TensorBoardSection {
             job_name: "DeepSpeedJobName".to_string(),
         }
     }
-}
-
-/// A whole number; `5e8` is one.
-pub(super) fn integral<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-    let number = f64::deserialize(deserializer)?;
-    let is_whole = number.fract() == 0.0 && (0.0..=9_007_199_254_740_992.0).contains(&number);
-    match is_whole {
-        true => Ok(number as u64),
-        false => Err(serde::de::Error::custom(format!(
-            "{number} is not a whole number from 0 on"
-        ))),
-    }
-}
-
-/// [`integral`], or null.
-pub(super) fn optional_integral<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Option<u64>, D::Error> {
-    struct Integral(u64);
-    impl<'de> Deserialize<'de> for Integral {
-        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-            integral(deserializer).map(Self)
-        }
-    }
-    Ok(Option::<Integral>::deserialize(deserializer)?.map(|i| i.0))
 }

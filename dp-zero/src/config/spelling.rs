@@ -1,9 +1,11 @@
 //! DeepSpeed's several ways to say the same, made one: old names of sections, names of optimizers and schedulers in any case,
-//! switches of its Adam.
+//! names of dtypes, switches of its Adam.
 
 use serde_json::{Value, json};
 
 use super::ConfigError;
+use super::expected::{SECTION, shown};
+use super::unsupported::are_equal;
 
 /// A section, the types of it that are there, and DeepSpeed's others.
 type Names = (
@@ -42,13 +44,11 @@ const NAMES: [Names; 2] = [
 /// # Errors
 /// Names that are not there; two spellings of one section.
 pub(super) fn normalize(config: &mut Value) -> Result<(), ConfigError> {
-    if let Some(top) = config.as_object_mut() {
-        // As in Python, null is what is not there.
-        top.retain(|_, value| !value.is_null());
-    }
     if let Some(section) = config.as_object_mut()
-        && let Some(old) = section.remove("bfloat16")
-        && section.insert("bf16".to_string(), old).is_some()
+        && let Some(old) = section.remove("bfloat16").filter(|old| !old.is_null())
+        && section
+            .insert("bf16".to_string(), old)
+            .is_some_and(|new| !new.is_null())
     {
         return Err(ConfigError::contradiction(
             "bfloat16",
@@ -62,9 +62,18 @@ pub(super) fn normalize(config: &mut Value) -> Result<(), ConfigError> {
             "is a section, { \"stage\": 1 }",
         ));
     }
+    for path in ["/communication_data_type", "/data_types/grad_accum_dtype"] {
+        if let Some(name) = config.pointer_mut(path) {
+            shorten_dtype(name);
+        }
+    }
     for (section, known, unsupported) in NAMES {
         if config[section].is_null() {
             continue;
+        }
+        if !config[section].is_object() {
+            let message = format!("must be {SECTION}, got {}", shown(&config[section]));
+            return Err(ConfigError::invalid(section, message));
         }
         let kind = config[section]["type"].clone();
         let key = format!("{section}.type");
@@ -92,48 +101,64 @@ pub(super) fn normalize(config: &mut Value) -> Result<(), ConfigError> {
             config[section]["params"] = json!({});
         }
     }
-    take_adam_switches(config)
+    take_switches(config)
 }
 
-/// Switches of DeepSpeed's Adam that say what is done here in any case.
-fn take_adam_switches(config: &mut Value) -> Result<(), ConfigError> {
+/// `float16`, `half` and `torch.float16` are `fp16`. Other names are left for the error that lists those that are there.
+fn shorten_dtype(name: &mut Value) {
+    let Some(text) = name.as_str().map(str::to_lowercase) else {
+        return;
+    };
+    let short = match text.strip_prefix("torch.").unwrap_or(&text) {
+        "fp32" | "float32" | "float" => "fp32",
+        "fp16" | "float16" | "half" => "fp16",
+        "bf16" | "bfloat16" => "bf16",
+        _ => return,
+    };
+    *name = json!(short);
+}
+
+/// A switch, its only value if it may not say anything, and why.
+type Switch = (&'static str, Option<Value>, &'static str);
+
+/// Switches of DeepSpeed's and PyTorch's optimizers that say what is done here in any case. Null is what is not there.
+fn take_switches(config: &mut Value) -> Result<(), ConfigError> {
+    let is_adam = config["optimizer"]["type"] == "AdamW";
     let Some(params) = config
         .pointer_mut("/optimizer/params")
         .and_then(Value::as_object_mut)
     else {
         return Ok(());
     };
-    let switches = [
-        (
-            "adam_w_mode",
-            Some(json!(true)),
-            "weight decay is decoupled",
-        ),
-        ("torch_adam", None, ""),
-        (
-            "bias_correction",
-            Some(json!(true)),
-            "moments are always corrected",
-        ),
-        ("amsgrad", Some(json!(false)), "AMSGrad is not there"),
-        (
-            "fp32_optimizer_states",
-            Some(json!(true)),
-            "optimizer state is f32",
-        ),
+    let (yes, no) = (|| Some(json!(true)), || Some(json!(false)));
+    let any: [Switch; 5] = [
         ("max_grad_norm", Some(json!(0)), "use gradient_clipping"),
         ("foreach", None, ""),
         ("fused", None, ""),
-        ("maximize", Some(json!(false)), "losses are minimised"),
+        ("maximize", no(), "losses are minimised"),
+        ("differentiable", no(), "steps have no gradient"),
     ];
-    for (key, only, reason) in switches {
+    let adam: [Switch; 7] = [
+        ("adam_w_mode", yes(), "weight decay is decoupled"),
+        ("torch_adam", None, ""),
+        ("set_grad_none", None, ""),
+        ("capturable", None, ""),
+        ("bias_correction", yes(), "moments are always corrected"),
+        ("amsgrad", no(), "AMSGrad is not there"),
+        ("fp32_optimizer_states", yes(), "optimizer state is f32"),
+    ];
+    let adam = adam.into_iter().filter(|_| is_adam);
+    for (key, only, reason) in any.into_iter().chain(adam) {
         let Some(value) = params.remove(key) else {
             continue;
         };
-        if only.is_some_and(|only| value != only) {
+        if let Some(only) = only
+            && !value.is_null()
+            && !are_equal(&value, &only)
+        {
             return Err(ConfigError::Unsupported {
                 key: format!("optimizer.params.{key}"),
-                value: value.to_string(),
+                value: shown(&value),
                 reason: reason.to_string(),
             });
         }

@@ -3,24 +3,54 @@
 use serde_json::{Value, json};
 
 use super::ConfigError;
-use super::keys::join;
+use super::expected::shown;
+use super::schema::join;
 
 /// What a key of DeepSpeed's may say.
 enum Allowed {
     /// This value only, which is DeepSpeed's default or what is done here in any case.
     Only(Value),
-    /// A section which is switched off: `enabled` false, or the section not there.
+    /// A section which is switched off: its `enabled` is false or not there, or it is false itself.
     Disabled,
+    /// A section whose `device` is `none` or not there.
+    NoDevice,
     /// Anything: it has no meaning for this engine.
     Anything,
-    /// Nothing, or a section in which all is off.
+    /// A section in which all is off.
     Never,
+}
+
+impl Allowed {
+    fn allows(&self, value: &Value) -> bool {
+        let is_without = |key: &str, off: Value| {
+            let section = value.as_object();
+            section.is_some_and(|s| s.get(key).is_none_or(|v| v.is_null() || *v == off))
+        };
+        // As in Python, null is what is not there.
+        value.is_null()
+            || match self {
+                Self::Anything => true,
+                Self::Never => is_all_off(value),
+                Self::Only(only) => are_equal(value, only),
+                Self::Disabled => *value == false || is_without("enabled", json!(false)),
+                Self::NoDevice => is_without("device", json!("none")),
+            }
+    }
+
+    /// The key of the section that switches it on.
+    fn switch(&self) -> Option<&'static str> {
+        match self {
+            Self::Disabled => Some("enabled"),
+            Self::NoDevice => Some("device"),
+            _ => None,
+        }
+    }
 }
 
 /// The key, what it may say, and why it may not say more.
 #[rustfmt::skip] // A row a line.
 fn known() -> Vec<(&'static str, Allowed, &'static str)> {
-    use Allowed::{Anything, Disabled, Never, Only};
+    use Allowed::{Anything, Disabled, Never, NoDevice, Only};
     let no = || Only(json!(false));
     let yes = || Only(json!(true));
     let null = || Only(Value::Null);
@@ -37,13 +67,13 @@ fn known() -> Vec<(&'static str, Allowed, &'static str)> {
         ("zero_optimization.compute_grad_norm", Anything, ""),
         ("zero_optimization.use_multi_rank_bucket_allreduce", yes(), "buckets always span all ranks"),
         ("zero_optimization.load_from_fp32_weights", yes(), "masters are always loaded from f32"),
-        ("zero_optimization.round_robin_gradients", no(), "a slice of every bucket belongs to every rank"),
+        ("zero_optimization.round_robin_gradients", Anything, "a slice of every bucket belongs to every rank"),
         ("zero_optimization.parameter_alignment", no(), "parameters follow one another in a bucket"),
         ("zero_optimization.legacy_stage1", no(), "there is one stage 1"),
-        ("zero_optimization.elastic_checkpoint", no(), "any checkpoint loads on any number of ranks, without a setting"),
+        ("zero_optimization.elastic_checkpoint", Anything, "any checkpoint loads on any number of ranks, without a setting"),
         // Not there.
-        ("zero_optimization.offload_param", null(), offload),
-        ("zero_optimization.offload_optimizer", null(), offload),
+        ("zero_optimization.offload_param", NoDevice, offload),
+        ("zero_optimization.offload_optimizer", NoDevice, offload),
         ("zero_optimization.cpu_offload", Only(json!(false)), offload),
         ("zero_optimization.cpu_offload_param", Only(json!(false)), offload),
         ("zero_optimization.cpu_offload_use_pin_memory", Only(json!(false)), offload),
@@ -52,6 +82,7 @@ fn known() -> Vec<(&'static str, Allowed, &'static str)> {
         ("zero_optimization.zero_quantized_weights", no(), quantized),
         ("zero_optimization.zero_quantized_nontrainable_weights", no(), quantized),
         ("zero_optimization.zero_quantized_gradients", no(), quantized),
+        ("zero_optimization.zeropp_loco_param", null(), quantized),
         ("zero_optimization.mics_shard_size", Only(json!(-1)), stage3),
         ("zero_optimization.mics_hierarchical_params_gather", no(), stage3),
         ("zero_optimization.sub_group_size", Anything, ""),
@@ -73,6 +104,16 @@ fn known() -> Vec<(&'static str, Allowed, &'static str)> {
         ("zero_optimization.stage3_gather_fp16_weights_on_model_save", Anything, ""),
         ("zero_optimization.stage3_use_all_reduce_for_fetch_params", Anything, ""),
         ("zero_optimization.stage3_allgather_sequential", Anything, ""),
+        // The same without the prefix, as DeepSpeed's fields are called.
+        ("zero_optimization.prefetch_bucket_size", Anything, ""),
+        ("zero_optimization.param_persistence_threshold", Anything, ""),
+        ("zero_optimization.model_persistence_threshold", Anything, ""),
+        ("zero_optimization.max_live_parameters", Anything, ""),
+        ("zero_optimization.max_reuse_distance", Anything, ""),
+        ("zero_optimization.module_granularity_threshold", Anything, ""),
+        ("zero_optimization.gather_16bit_weights_on_model_save", Anything, ""),
+        ("zero_optimization.use_all_reduce_for_fetch_params", Anything, ""),
+        ("zero_optimization.allgather_sequential", Anything, ""),
         ("fp16.auto_cast", no(), "inputs have the dtype that the program gives them"),
         ("fp16.fp16_master_weights_and_grads", no(), "masters are f32; data_types.grad_accum_dtype sets the gradients' dtype"),
         ("bf16.immediate_grad_update", Anything, ""),
@@ -101,6 +142,17 @@ fn known() -> Vec<(&'static str, Allowed, &'static str)> {
         ("zero_force_ds_cpu_optimizer", Anything, ""),
         ("disable_python_gc", Anything, ""),
         ("dataloader_drop_last", Anything, ""),
+        ("log_level", Anything, ""),
+        ("timers", Anything, ""),
+        ("optimizer.legacy_fusion", Anything, ""),
+        ("scheduler.params.last_batch_iteration", Only(json!(-1)), "a checkpoint says where a run goes on"),
+        ("load_universal_checkpoint", Anything, "any checkpoint loads on any number of ranks, without a setting"),
+        ("use_data_before_expert_parallelism", no(), "there are no experts"),
+        ("expert_parallel", Disabled, "there are no experts"),
+        ("sequence_parallel_size", Only(json!(1)), "ranks share data, not sequences"),
+        ("graph_harvesting", no(), "there are no CUDA graphs"),
+        ("weight_quantization", Never, "models are trained unquantised"),
+        ("datastates_ckpt", no(), "checkpoints are written by the trainer"),
         ("checkpoint", Anything, ""),
         ("vocabulary_size", Anything, ""),
         ("activation_checkpointing", Never, "activations are kept; there is no recomputation"),
@@ -116,7 +168,7 @@ fn known() -> Vec<(&'static str, Allowed, &'static str)> {
         ("hybrid_engine", Disabled, "there is one engine"),
         ("tensor_parallel", Never, "ranks share data, not layers"),
         ("pipeline", Never, "ranks share data, not layers"),
-        ("compile", Disabled, "there is nothing to compile"),
+        ("compile", Never, "there is nothing to compile"),
         ("aio", Anything, ""),
         ("nebula", Disabled, "checkpoints are written by the trainer"),
     ]
@@ -135,7 +187,8 @@ pub(super) fn table() -> Vec<(&'static str, String, &'static str)> {
     let row = |(path, allowed, reason): (&'static str, Allowed, &'static str)| {
         let allowed = match allowed {
             Allowed::Only(only) => format!("`{only}`"),
-            Allowed::Disabled => "`\"enabled\": false`".to_string(),
+            Allowed::Disabled => "`false`, `\"enabled\": false`".to_string(),
+            Allowed::NoDevice => "`\"device\": \"none\"`".to_string(),
             Allowed::Anything => "anything".to_string(),
             Allowed::Never => "nothing that is on".to_string(),
         };
@@ -156,7 +209,10 @@ pub(super) fn table() -> Vec<(&'static str, String, &'static str)> {
 pub(super) fn take_out(config: &mut Value) -> Result<(), ConfigError> {
     for (path, allowed, reason) in known() {
         let (section, key) = match path.rsplit_once('.') {
-            Some((section, key)) => (config.get_mut(section), key),
+            Some((section, key)) => {
+                let pointer = format!("/{}", section.replace('.', "/"));
+                (config.pointer_mut(&pointer), key)
+            }
             None => (Some(&mut *config), path),
         };
         let Some(value) = section
@@ -165,46 +221,36 @@ pub(super) fn take_out(config: &mut Value) -> Result<(), ConfigError> {
         else {
             continue;
         };
-        let fine = match allowed {
-            Allowed::Anything => true,
-            Allowed::Never => is_all_off(&value),
-            Allowed::Only(ref only) => {
-                value == *only || value.is_null() || equal_numbers(&value, only)
-            }
-            Allowed::Disabled => {
-                value.is_null() || value == json!(false) || value["enabled"] != json!(true)
-            }
-        };
-        // DeepSpeed's way of saying that nothing is offloaded.
-        let fine = fine || value["device"] == "none";
-        if !fine {
-            return Err(ConfigError::Unsupported {
-                key: match (matches!(allowed, Allowed::Disabled), value.is_object()) {
-                    (true, true) => join(path, "enabled"),
-                    _ => path.to_string(),
-                },
-                value: match (matches!(allowed, Allowed::Disabled), value.is_object()) {
-                    (true, true) => "true".to_string(),
-                    (_, true) => "there".to_string(),
-                    _ => value.to_string(),
-                },
-                reason: reason.to_string(),
-            });
+        if allowed.allows(&value) {
+            continue;
         }
+        let switch = allowed.switch().filter(|switch| !value[switch].is_null());
+        let (key, value) = match switch {
+            Some(switch) => (join(path, switch), shown(&value[switch])),
+            None if value.is_object() => (path.to_string(), "on".to_string()),
+            None => (path.to_string(), shown(&value)),
+        };
+        return Err(ConfigError::Unsupported {
+            key,
+            value,
+            reason: reason.to_string(),
+        });
     }
     Ok(())
 }
 
-/// Null, or a section in which everything is null or false.
+/// Null, false, or a section which is off or in which everything is. `shared_parameters` are how a part of DeepSpeed's
+/// compression is switched on.
 fn is_all_off(value: &Value) -> bool {
-    let is_off = |v: &Value| v.is_null() || *v == json!(false);
-    is_off(value)
-        || value
-            .as_object()
-            .is_some_and(|section| section.values().all(is_off))
+    let Some(section) = value.as_object() else {
+        return value.is_null() || *value == false;
+    };
+    let shared = section.get("shared_parameters").unwrap_or(&Value::Null);
+    [&value["enabled"], &shared["enabled"]].contains(&&json!(false))
+        || section.values().all(is_all_off)
 }
 
-/// `1` is `1.0`.
-fn equal_numbers(a: &Value, b: &Value) -> bool {
-    a.is_number() && a.as_f64() == b.as_f64()
+/// Whether they are the same; `1` is `1.0`.
+pub(super) fn are_equal(a: &Value, b: &Value) -> bool {
+    a == b || a.is_number() && a.as_f64() == b.as_f64()
 }

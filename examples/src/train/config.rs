@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use dp_models::ModelConfig;
 use dp_zero::DeepSpeedConfig;
-use dp_zero::config::{ConfigError, parse_json, read_section, reference, reference_of, set};
+use dp_zero::config::{
+    ConfigError, check_is_object, parse_json, paths_of, read_section, reference, reference_of, set,
+};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -139,6 +141,7 @@ impl TrainConfig {
             .map_err(|e| anyhow::anyhow!("--config: cannot read {}: {e}", path.display()))?;
         let in_file = |e: ConfigError| anyhow::anyhow!("{}: {e}", path.display());
         let mut json = parse_json(&text).map_err(in_file)?;
+        check_is_object(&json).map_err(in_file)?;
         for text in overrides {
             let Some((key, value)) = text.split_once('=') else {
                 anyhow::bail!("--set {text}: expected key=value");
@@ -165,7 +168,12 @@ impl TrainConfig {
         };
         let sections = SECTIONS.map(&mut take);
         // A mistyped section is found before a missing one.
-        let deepspeed = DeepSpeedConfig::from_value(rest, &SECTIONS)?;
+        let own_keys = [
+            paths_of::<ModelConfig>("model"),
+            paths_of::<DataSection>("data"),
+            paths_of::<RunSection>("run"),
+        ];
+        let deepspeed = DeepSpeedConfig::from_value(rest, &own_keys.concat())?;
         let [model, data, run] = sections;
         let model = match &pretrained {
             None => read_section("model", model?)?,
@@ -244,4 +252,104 @@ pub fn reference_page() -> String {
     page += "\n# DeepSpeed's keys\n";
     page += &reference();
     page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A small configuration with one value set.
+    fn read(path: &str, value: Value) -> Result<TrainConfig, String> {
+        let mut config = json!({
+            "train_batch_size": 4,
+            "model": {"architecture": "gpt2", "context": 8, "width": 8, "heads": 2, "layers": 1},
+            "data": {"train": "text.txt"}
+        });
+        set(&mut config, path, &value.to_string()).map_err(|e| e.to_string())?;
+        TrainConfig::from_value(config, None).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn values_of_another_kind_are_named_with_their_whole_path() {
+        let gpt2 =
+            "`architecture`, `context`, `heads`, `layers`, `tied_head`, `vocab_size`, `width`";
+        for (path, value, message) in [
+            (
+                "model.context",
+                json!("32"),
+                "`model.context`: must be a whole number from 0 on, got \"32\"".to_string(),
+            ),
+            (
+                "model.tied_head",
+                json!(1),
+                "`model.tied_head`: must be true or false, got 1".to_string(),
+            ),
+            (
+                "model.architecture",
+                json!("gpt3"),
+                "`model.architecture`: must be one of \"gpt2\", \"llama\", got \"gpt3\""
+                    .to_string(),
+            ),
+            (
+                "model.kv_heads",
+                json!(2),
+                format!("`model.kv_heads` is a key of llama, not of gpt2, which has {gpt2}"),
+            ),
+            (
+                "model",
+                json!({"architecture": "gpt2"}),
+                "`model.context`: is missing; it is a whole number from 0 on".to_string(),
+            ),
+            (
+                "run.sample",
+                json!([]),
+                "`run.sample`: must be a section, { ... }, got []".to_string(),
+            ),
+            (
+                "run.steps",
+                json!(1.5),
+                "`run.steps`: must be a whole number from 0 on, got 1.5".to_string(),
+            ),
+            (
+                "data.train",
+                json!(null),
+                "`data.train`: must be a text, got null".to_string(),
+            ),
+            (
+                "seed",
+                json!(1),
+                "`seed` is no known key; did you mean `run.seed`?".to_string(),
+            ),
+        ] {
+            let error = read(path, value).map(drop);
+            assert_eq!(error, Err(message));
+        }
+    }
+
+    #[test]
+    fn integral_floats_are_whole_numbers() -> Result<(), String> {
+        assert_eq!(read("model.layers", json!(1e1))?.model.layers(), 10);
+        let steps = read("run", json!({"steps": 1e3, "sample": {"top_k": 4.0}}))?.run;
+        assert_eq!((steps.steps, steps.sample.top_k), (1000, Some(4)));
+        // Of our own sections null is a value: no limit, not the default one.
+        let all = read("run.sample.top_k", json!(null))?;
+        assert_eq!(all.run.sample.top_k, None);
+        Ok(())
+    }
+
+    #[test]
+    fn a_file_that_is_no_object_says_so_with_overrides_too() -> anyhow::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("config.json");
+        std::fs::write(&path, "[1]")?;
+        let overrides = ["run.steps=1".to_string()];
+        let error = TrainConfig::from_file(&path, &overrides, None).map(drop);
+        let error = error.map_err(|e| e.to_string()).unwrap_err();
+        assert!(
+            error.ends_with("config.json: `the configuration`: must be a JSON object, { ... }"),
+            "{error}"
+        );
+        Ok(())
+    }
 }
