@@ -35,32 +35,35 @@ impl Engine {
 
     /// Fails if the wait for collective `seq`, which began at `start`, has no hope.
     pub fn check(&mut self, seq: u64, start: Instant, timeout: Duration) -> Result<()> {
+        let missing = |r: &usize| self.peers[*r].num_joined <= seq;
+        let mut absent = self.others().filter(missing);
+        let left = absent.find_map(|r| Some((r, self.peers[r].ended.as_ref()?.0)));
+        let waited = start.elapsed();
+        // Asked at each look of a wait: without a failure, nothing is allocated.
+        if self.failure.is_none() && left.is_none() && waited < timeout {
+            return Ok(());
+        }
         let rank = self.rank();
         let operation = self
             .index(seq)
             .map_or(String::new(), |i| self.transfers[i].operation.clone());
         self.check_open(&operation)?;
+        if let Some((left, left_seq)) = left {
+            return Err(Error::RankLeft {
+                rank,
+                left,
+                left_seq,
+                seq,
+                operation,
+            });
+        }
         let missing = |r: &usize| self.peers[*r].num_joined <= seq;
-        for left in self.others().filter(missing) {
-            if let Some((left_seq, _)) = self.peers[left].ended {
-                return Err(Error::RankLeft {
-                    rank,
-                    left,
-                    left_seq,
-                    seq,
-                    operation,
-                });
-            }
-        }
-        if start.elapsed() < timeout {
-            return Ok(());
-        }
         let error = Error::Timeout {
             rank,
             seq,
             operation,
             missing: self.others().filter(missing).collect(),
-            waited: start.elapsed(),
+            waited,
         };
         self.close(error.clone());
         Err(error)
