@@ -226,6 +226,13 @@ impl Launcher {
                 ),
             })
         };
+        if world_size == Some(0) {
+            return Err(Error::Environment {
+                variable: names.world_size,
+                value: "0".to_string(),
+                message: "a world has at least one rank; unset it or correct it".to_string(),
+            });
+        }
         let (rank, world_size) = match (rank, world_size) {
             (None, None) => return Ok(None),
             // A batch script of Slurm has a SLURM_PROCID, and no step; anybody may have a variable called RANK.
@@ -236,13 +243,6 @@ impl Launcher {
             (None, Some(size)) => return incomplete(names.world_size, size, names.rank),
             (Some(rank), Some(size)) => (rank, size),
         };
-        if world_size == 0 {
-            return Err(Error::Environment {
-                variable: names.world_size,
-                value: world_size.to_string(),
-                message: "a world has at least one rank; unset it or correct it".to_string(),
-            });
-        }
         if rank >= world_size {
             return Err(Error::Environment {
                 variable: names.rank,
