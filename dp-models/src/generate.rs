@@ -40,7 +40,12 @@ impl Sampling {
         }
     }
 
-    fn validate(&self) -> Result<()> {
+    /// Refuses settings out of their range; [`CausalLm::generate`] does so, too.
+    ///
+    /// # Errors
+    ///
+    /// The first of them, by its name.
+    pub fn validate(&self) -> Result<()> {
         if !self.temperature.is_finite() || self.temperature < 0. {
             let temperature = self.temperature;
             bail!("Sampling: temperature must be finite and not negative, got {temperature}")

@@ -88,12 +88,7 @@ impl TrainerPlan {
                 "a step has at least 1 micro-batch, got 0",
             ));
         }
-        if world_size == 0 {
-            return Err(Error::invalid(
-                "world_size",
-                "a plan is for at least 1 rank, got 0",
-            ));
-        }
+        check_world_size(world_size)?;
         ParamSpec::check_trainable(specs)?;
         let order: Vec<usize> = (0..specs.len()).collect();
         let (caps, accum) = (config.bucket_caps, config.grad_accum_dtype);
@@ -183,12 +178,7 @@ impl TrainerPlan {
         bytes: BytesPerElement,
         bytes_sent: u64,
     ) -> Result<Self> {
-        if world_size == 0 {
-            return Err(Error::invalid(
-                "world_size",
-                "a plan is for at least 1 rank, got 0",
-            ));
-        }
+        check_world_size(world_size)?;
         let n = world_size as u64;
         let per_element = bytes_sent
             + match sharding {
@@ -218,6 +208,16 @@ impl TrainerPlan {
     pub fn peak(&self, activations: u64) -> u64 {
         let in_a_step = self.states.total() + self.communication.unwrap_or(0) + activations;
         in_a_step.max(self.states.parameters + self.set_up.unwrap_or(0))
+    }
+}
+
+fn check_world_size(world_size: usize) -> Result<()> {
+    match world_size {
+        0 => Err(Error::invalid(
+            "world_size",
+            "a plan is for at least 1 rank, got 0",
+        )),
+        _ => Ok(()),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use dp_models::ModelConfig;
+use dp_models::{ModelConfig, Sampling};
 use dp_zero::DeepSpeedConfig;
 use dp_zero::config::{
     ConfigError, check_is_object, parse_json, paths_of, read_section, reference, reference_of, set,
@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use super::dataset::is_token_file;
 use super::pretrained::Pretrained;
+use crate::options::one_line;
 
 /// Names of our own sections.
 const SECTIONS: [&str; 3] = ["model", "data", "run"];
@@ -126,6 +127,18 @@ impl Default for SampleSection {
     }
 }
 
+impl SampleSection {
+    /// How the sample is drawn.
+    pub fn sampling(&self, seed: u64) -> Sampling {
+        Sampling {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed,
+        }
+    }
+}
+
 impl TrainConfig {
     /// Reads a file; `overrides` are `key=value`, as `--set` takes them. With a pretrained model there is no section `model`,
     /// `data.tokenizer` is by default the model's, and `run.out` `target/finetune`.
@@ -232,6 +245,10 @@ impl TrainConfig {
                     "must be at least 1",
                 ));
             }
+        }
+        let sampling = run.sample.sampling(run.seed);
+        if let Err(error) = sampling.validate() {
+            return Err(ConfigError::invalid("run.sample", one_line(&error)));
         }
         self.deepspeed.schedule(Some(run.steps)).map(drop)
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, anyhow, ensure};
 use candle_core::DType;
 use dp_core::World;
-use dp_models::{ModelConfig, Sampling};
+use dp_models::ModelConfig;
 use dp_zero::BatchSizes;
 
 use super::config::TrainConfig;
@@ -54,6 +54,29 @@ pub struct Start {
     pub is_own: bool,
     /// It is of a run on the same data, which goes on where it was.
     pub same_data: bool,
+}
+
+impl Start {
+    /// The checkpoint that `resume` means, if it is of this run; `None` if there is none yet.
+    fn of(
+        resume: &Resume,
+        folder: &RunFolder,
+        identity: &Identity,
+        steps: u64,
+        restart_data: bool,
+    ) -> anyhow::Result<Option<Self>> {
+        let Some(checkpoint) = resume.checkpoint(&folder.checkpoints())? else {
+            return Ok(None);
+        };
+        let same_data = identity
+            .check(&checkpoint, steps, restart_data)
+            .context("--resume")?;
+        Ok(Some(Self {
+            folder: checkpoint.folder().to_path_buf(),
+            is_own: *resume == Resume::Latest,
+            same_data,
+        }))
+    }
 }
 
 impl Job {
@@ -127,21 +150,7 @@ impl Job {
         };
         let start = match resume {
             None => None,
-            Some(resume) => {
-                let checkpoint = resume.checkpoint(&folder.checkpoints())?;
-                checkpoint
-                    .map(|checkpoint| -> anyhow::Result<Start> {
-                        let same_data = identity
-                            .check(&checkpoint, run.steps, restart_data)
-                            .context("--resume")?;
-                        Ok(Start {
-                            folder: checkpoint.folder().to_path_buf(),
-                            is_own: resume == Resume::Latest,
-                            same_data,
-                        })
-                    })
-                    .transpose()?
-            }
+            Some(resume) => Start::of(&resume, &folder, &identity, run.steps, restart_data)?,
         };
         let initial_values = config.pretrained.is_some().then(|| folder.initial_values());
         if let (Some(pretrained), Some(path)) = (&config.pretrained, &initial_values) {
@@ -171,17 +180,6 @@ impl Job {
     /// Tokens of one optimizer step, on all ranks together.
     pub fn tokens_per_step(&self) -> usize {
         self.sizes.train_batch_size * self.context
-    }
-
-    /// How the sample is drawn.
-    pub fn sampling(&self) -> Sampling {
-        let sample = &self.config.run.sample;
-        Sampling {
-            temperature: sample.temperature,
-            top_k: sample.top_k,
-            top_p: sample.top_p,
-            seed: self.config.run.seed,
-        }
     }
 
     /// What is about to happen, for people.
@@ -231,17 +229,5 @@ fn prompt(
             model.vocab_size()
         );
     }
-    let in_range = sample.temperature.is_finite() && sample.temperature >= 0.0;
-    ensure!(
-        in_range,
-        "run.sample.temperature: {} is not finite and >= 0",
-        sample.temperature
-    );
-    ensure!(
-        sample.top_k != Some(0),
-        "run.sample.top_k: must be at least 1"
-    );
-    let top_p = sample.top_p.is_none_or(|p| p > 0.0 && p <= 1.0);
-    ensure!(top_p, "run.sample.top_p: must be above 0 and at most 1");
     Ok(prompt)
 }

@@ -82,11 +82,10 @@ pub fn main(arguments: Arguments, model: Option<PathBuf>) -> ExitCode {
 /// Everything that can be wrong before the first step.
 fn check(arguments: &Arguments, model: Option<&Path>) -> anyhow::Result<(World, Job)> {
     let pretrained = model.map(Pretrained::open).transpose()?;
-    let pretrained_is_there = pretrained.is_some();
     let config = TrainConfig::from_file(&arguments.config, &arguments.set, pretrained)?;
     // Before anything starts a thread: the World can then tell Candle how many threads a rank has.
     let mut world = World::from_env_or_threads(usize::from(arguments.ranks))?;
-    if pretrained_is_there {
+    if config.pretrained.is_some() {
         // The model is converted once, by the process that all ranks are in.
         world = threads_only(world)?;
     }

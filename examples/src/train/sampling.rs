@@ -13,9 +13,10 @@ pub fn sample(model: &dyn CausalLm, job: &Job) -> anyhow::Result<Option<String>>
     if job.prompt.is_empty() {
         return Ok(None);
     }
-    let num_tokens = job.config.run.sample.tokens;
+    let run = &job.config.run;
+    let sampling = run.sample.sampling(run.seed);
     let tokens = model
-        .generate(&job.prompt, num_tokens, &job.sampling())
+        .generate(&job.prompt, run.sample.tokens, &sampling)
         .context("cannot sample a text")?;
     job.tokenizer.decode(&tokens).map(Some)
 }

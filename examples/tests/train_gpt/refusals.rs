@@ -60,7 +60,8 @@ fn what_cannot_be_is_one_line_and_code_2() -> Result<()> {
     set("run.out=", &["run.out"])?;
     set("data.validation=tokens.bin", &["data.validation", ".bin"])?;
     set("run.sample.prompt=", &["run.sample.prompt"])?;
-    set("run.sample.temperature=-1", &["run.sample.temperature"])?;
+    set("run.sample.temperature=-1", &["run.sample", "temperature"])?;
+    set("run.sample.top_k=0", &["run.sample", "top_k"])?;
     set(
         "zero_optimization.stage=3",
         &["zero_optimization.stage", "3"],

@@ -37,6 +37,7 @@ fn a_run_leaves_a_model_metrics_a_picture_and_a_sample() -> Result<()> {
     let sample = std::fs::read_to_string(run.out("sample.txt"))?;
     assert!(sample.starts_with("The ") && text.contains(&sample));
     let report = std::fs::read_to_string(run.out("report.html"))?;
+    assert!(report.contains("exposed communication") && report.contains("hidden behind backward"));
     assert!(
         report.matches("<polyline").count() >= 4 && !report.contains("http"),
         "{report}"
