@@ -75,6 +75,7 @@ impl BucketCaps {
 
 /// Where one parameter lies in its bucket.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct BucketSlot {
     /// Position in [`ParamStore::params`](crate::ParamStore::params).
     pub param_idx: usize,
@@ -84,6 +85,7 @@ pub struct BucketSlot {
 
 /// One bucket.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Bucket {
     /// The parameters, in bucket order.
     pub slots: Vec<BucketSlot>,
@@ -136,6 +138,7 @@ impl Bucket {
 
 /// A part of one parameter, seen from three sides. All ranges have the same length.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Segment {
     /// Position in [`ParamStore::params`](crate::ParamStore::params).
     pub param_idx: usize,

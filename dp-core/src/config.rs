@@ -8,7 +8,19 @@ use crate::loss_scale::LossScaling;
 use crate::non_finite::NonFinite;
 use crate::precision::{GradAccumDType, is_trainable, not_trainable};
 
-/// Settings that all strategies share.
+/// Settings that all strategies share. Start from the default and set what differs; `DdpConfig` and dp-zero's
+/// `ZeroConfig` are made from it.
+///
+/// ```
+/// use candle_core::DType;
+/// use dp_core::{DdpConfig, EngineConfig, NonFinite};
+///
+/// let mut engine = EngineConfig::default();
+/// engine.communication_dtype = Some(DType::BF16); // half the traffic
+/// engine.non_finite = NonFinite::SkipStep;
+/// let config = DdpConfig::from(engine);
+/// # assert!(config.engine.overlap_comm);
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EngineConfig {
@@ -94,7 +106,8 @@ impl EngineConfig {
 }
 
 /// What to do about trained parameters that no rank has used in a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
 pub enum UnusedParameters {
     /// Leave them alone, name them in each report, and warn once.
     #[default]

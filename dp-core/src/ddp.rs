@@ -31,6 +31,12 @@ impl DdpConfig {
     }
 }
 
+impl From<EngineConfig> for DdpConfig {
+    fn from(engine: EngineConfig) -> Self {
+        Self { engine }
+    }
+}
+
 /// Data parallel training: each rank holds a replica, gradients are averaged over the ranks bucket by bucket while
 /// backward is still running, each rank updates all parameters. `torch.nn.parallel.DistributedDataParallel`.
 ///
@@ -86,7 +92,7 @@ impl<O: Optimizer> DistributedDataParallel<O> {
         Self::with_config(store, comm, optimizer, DdpConfig::default())
     }
 
-    /// Like [`new`](Self::new), with settings.
+    /// Like [`new`](Self::new), with settings: a [`DdpConfig`], or the [`EngineConfig`] that is all it has.
     ///
     /// # Errors
     /// See [`new`](Self::new).
@@ -94,8 +100,9 @@ impl<O: Optimizer> DistributedDataParallel<O> {
         store: ParamStore,
         comm: Arc<dyn Communicator>,
         optimizer: impl Into<ParamGroups<O>>,
-        config: DdpConfig,
+        config: impl Into<DdpConfig>,
     ) -> Result<Self> {
+        let config = config.into();
         let engine = Engine::new(
             store,
             comm,

@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 /// so they are exact where ranks hold different numbers of samples or tokens, none included. All ranks use the same kind
 /// in a step: either [`PerRank`](Self::PerRank), or one of the counted ones; [`Nothing`](Self::Nothing) goes with both.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub enum Loss<'a> {
     /// A mean over the rank's own samples, and each rank weighs the same (a mean of means): `w = 1`. What PyTorch's
     /// DistributedDataParallel does.

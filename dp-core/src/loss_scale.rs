@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 /// f16 has no numbers below `6e-8`, and many gradients are smaller. bf16 has the range of f32 and needs no scaling; a trainer
 /// of a model without f16 parameters warns about it.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[non_exhaustive]
 pub enum LossScaling {
     /// No scaling.
     #[default]

@@ -7,7 +7,8 @@ use crate::comm::{Collective, Communicator, Request};
 use crate::error::Result;
 
 /// What to do about gradients that are NaN or infinite.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
 pub enum NonFinite {
     /// Nothing: they reach the parameters, alike on all ranks, as in PyTorch.
     #[default]

@@ -13,7 +13,8 @@ use crate::comm::{Collective, Communicator, ReduceOp, Request};
 use crate::error::Result;
 
 /// A norm over all elements of all gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
 pub enum GradNorm {
     /// `sqrt(sum of g^2)`
     #[default]

@@ -22,9 +22,8 @@ pub struct ParamSpec {
     pub kind: ParamKind,
 }
 
-impl ParamSpec {
-    /// Of a parameter that exists.
-    pub fn of(param: &Param) -> Self {
+impl From<&Param> for ParamSpec {
+    fn from(param: &Param) -> Self {
         Self {
             name: param.name().to_string(),
             shape: param.tensor().dims().to_vec(),
@@ -32,10 +31,12 @@ impl ParamSpec {
             kind: param.kind(),
         }
     }
+}
 
+impl ParamSpec {
     /// Of all of `params`, in their order.
     pub fn of_all(params: &[Param]) -> Vec<Self> {
-        params.iter().map(Self::of).collect()
+        params.iter().map(Self::from).collect()
     }
 
     /// Number of elements; 1 for a scalar.

@@ -10,7 +10,7 @@ use crate::param::with_values;
 
 /// What the gradients of 16-bit parameters are kept in, between backward and step (`grad_accum_dtype` in DeepSpeed's
 /// `data_types`). Gradients of f32 parameters are f32.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub enum GradAccumDType {
     /// f32: nothing is rounded between Candle's backward and the update of the master weights. 4 bytes per element.
     #[default]

@@ -7,7 +7,8 @@ use rand_chacha::ChaCha8Rng;
 use crate::error::{Error, Result};
 
 /// What happens when the number of samples is no multiple of the world size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
 pub enum Remainder {
     /// Repeat samples from the start of the order, so that all ranks have equally many: for training (PyTorch's
     /// default).

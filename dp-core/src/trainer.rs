@@ -131,6 +131,16 @@ pub trait Trainer {
         self.engine_mut().step()
     }
 
+    /// [`backward`](Self::backward) and [`step`](Self::step) in one call, where nothing comes in between. In the place of
+    /// candle_nn's `Optimizer::backward_step`.
+    ///
+    /// # Errors
+    /// As both.
+    fn backward_step(&mut self, loss: &Tensor) -> Result<StepReport> {
+        self.backward(loss)?;
+        self.step()
+    }
+
     /// What the last step took on this rank: times, bytes sent, memory. All zero before the first step.
     fn local_report(&self) -> &LocalReport {
         self.engine().clock.last()

@@ -31,6 +31,7 @@ use crate::{GptConfig, LlamaConfig, ModelConfig};
 
 /// What one micro-batch takes beside model states, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Activations {
     /// Kept from forward to backward.
     pub kept: u64,

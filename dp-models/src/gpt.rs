@@ -58,7 +58,7 @@ const LAYER_NORM_EPS: f64 = 1e-5;
 /// assert_eq!(gpt.forward(&tokens)?.dims(), [1, 3, config.vocab_size]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Gpt {
     config: GptConfig,
     wte: Tensor,

@@ -53,7 +53,7 @@ use block::Block;
 /// assert_eq!(llama.forward(&tokens)?.dims(), [1, 3, config.vocab_size]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Llama {
     config: LlamaConfig,
     wte: Tensor,

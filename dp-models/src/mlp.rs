@@ -6,7 +6,8 @@ use candle_nn::{Linear, VarBuilder};
 use crate::layers::{gelu_tanh, linear};
 
 /// The function between two linear layers of an [`Mlp`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Activation {
     /// `max(x, 0)`, as `torch.nn.ReLU`. At exactly 0 candle's gradient is 1, PyTorch's is 0.
     Relu,

@@ -27,6 +27,7 @@ use crate::llama::{Llama, LlamaConfig};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "architecture", rename_all = "lowercase")]
 #[schemars(description = "The model that is trained: its architecture and its sizes.")]
+#[non_exhaustive]
 pub enum ModelConfig {
     /// A decoder of the GPT-2 shape: learned positions, LayerNorm, GELU, biases.
     Gpt2(GptConfig),

@@ -125,6 +125,7 @@ fn built_models_are_what_the_config_says() {
                 layers: 0,
                 ..config
             }),
+            other => panic!("{}: no such case", other.architecture()),
         };
         assert_err(
             broken.build(VarBuilder::zeros(DType::F32, &CPU)),

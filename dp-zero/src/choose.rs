@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use dp_core::{
-    Communicator, DdpConfig, DistributedDataParallel, EngineConfig, Error, Optimizer, ParamGroups,
-    ParamStore, Result, Trainer,
+    Communicator, DistributedDataParallel, EngineConfig, Error, Optimizer, ParamGroups, ParamStore,
+    Result, Trainer,
 };
 
 use crate::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
@@ -22,9 +22,7 @@ pub fn trainer<O: Optimizer>(
 ) -> Result<Box<dyn Trainer<Optimizer = O>>> {
     let stage = match sharding {
         Sharding::Ddp => {
-            let mut config = DdpConfig::default();
-            config.engine = engine;
-            let ddp = DistributedDataParallel::with_config(store, comm, optimizer, config)?;
+            let ddp = DistributedDataParallel::with_config(store, comm, optimizer, engine)?;
             return Ok(Box::new(ddp));
         }
         Sharding::Zero1 => ZeroStage::One,
@@ -36,9 +34,7 @@ pub fn trainer<O: Optimizer>(
             ));
         }
     };
-    let mut config = ZeroConfig::stage(stage);
-    config.engine = engine;
-    Ok(Box::new(ZeroOptimizer::new(
-        store, comm, optimizer, config,
-    )?))
+    let config = ZeroConfig::stage(stage).with_engine(engine);
+    let zero = ZeroOptimizer::new(store, comm, optimizer, config)?;
+    Ok(Box::new(zero))
 }

@@ -1,6 +1,9 @@
 //! Bytes per rank, predicted: for a real bucket layout to the byte, for a parameter count by the paper's formulas.
 
-use dp_core::{BucketLayout, EngineConfig, GradAccumDType, ParamSpec};
+use std::fmt;
+use std::str::FromStr;
+
+use dp_core::{BucketLayout, EngineConfig, Error, GradAccumDType, LedgerSnapshot, ParamSpec};
 use serde::{Deserialize, Serialize};
 
 use crate::optimizer::ZeroStage;
@@ -8,6 +11,7 @@ use crate::optimizer::ZeroStage;
 /// How model states are spread over the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Sharding {
     /// Everything on every rank.
     Ddp,
@@ -31,6 +35,27 @@ impl Sharding {
             Self::Zero2 => "zero2",
             Self::Zero3 => "zero3",
         }
+    }
+}
+
+impl fmt::Display for Sharding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Sharding {
+    type Err = Error;
+
+    /// Reads [`name`](Self::name).
+    fn from_str(name: &str) -> Result<Self, Error> {
+        let known = Self::ALL.into_iter().find(|s| s.name() == name);
+        known.ok_or_else(|| {
+            Error::invalid(
+                "sharding",
+                format!("{name:?} is none of ddp, zero1, zero2 and zero3"),
+            )
+        })
     }
 }
 
@@ -83,6 +108,7 @@ impl BytesPerElement {
 
 /// Bytes of model states on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ModelStates {
     /// Parameters, frozen ones and buffers included.
     pub parameters: u64,
@@ -90,6 +116,17 @@ pub struct ModelStates {
     pub gradients: u64,
     /// Optimizer state.
     pub optimizer: u64,
+}
+
+impl From<LedgerSnapshot> for ModelStates {
+    /// Of what a ledger has counted, to compare it with what was predicted.
+    fn from(counted: LedgerSnapshot) -> Self {
+        Self {
+            parameters: counted.parameters,
+            gradients: counted.gradients,
+            optimizer: counted.optimizer,
+        }
+    }
 }
 
 impl ModelStates {

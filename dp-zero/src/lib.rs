@@ -9,6 +9,31 @@
 //! 3. `step` updates the elements of slice `r` of every bucket, with the only copy of their optimizer state.
 //! 4. An all-gather brings all slices to all ranks, and the parameters are whole again.
 //!
+//! A whole program:
+//!
+//! ```
+//! use candle_core::{DType, Tensor};
+//! use candle_nn::Module;
+//! use dp_core::{AdamW, ParamStore, Result, Trainer, World};
+//! use dp_zero::{ZeroOptimizer, ZeroStage};
+//!
+//! fn main() -> Result<()> {
+//!     World::threads(4)?.run(|rank| {
+//!         let store = ParamStore::new(rank.device()).with_seed(1);
+//!         let model = candle_nn::linear(100, 100, store.var_builder(DType::F32))?;
+//!         let mut trainer = ZeroOptimizer::new(store, rank.comm(), AdamW::default(), ZeroStage::Two)?;
+//!         let x = Tensor::full(rank.rank() as f32, (8, 100), rank.device())?;
+//!         let loss = model.forward(&x)?.sqr()?.mean_all()?;
+//!         trainer.backward(&loss)?;
+//!         trainer.step()?;
+//!
+//!         // 10,100 parameters, two moments of 4 bytes each, a quarter of them on each of the four ranks.
+//!         assert_eq!(trainer.ledger().current().optimizer, 10_100 * 8 / 4);
+//!         Ok(())
+//!     })
+//! }
+//! ```
+//!
 //! The trainer is [`ZeroOptimizer`]; it is used through [`dp_core::Trainer`], as
 //! [`dp_core::DistributedDataParallel`] is. [`TrainerPlan`] predicts the bytes that each rank will hold and send.
 

@@ -39,12 +39,25 @@ impl ZeroConfig {
         }
     }
 
+    /// Sets the settings common to all strategies.
+    #[must_use]
+    pub fn with_engine(mut self, engine: EngineConfig) -> Self {
+        self.engine = engine;
+        self
+    }
+
     /// Sets the sizes of the gradient buckets (`reduce_bucket_size` in DeepSpeed). Stage 2 holds up to two buckets of
     /// full gradients, so smaller ones save memory.
     #[must_use]
     pub fn with_bucket_caps(mut self, caps: BucketCaps) -> Self {
         self.engine.bucket_caps = caps;
         self
+    }
+}
+
+impl From<ZeroStage> for ZeroConfig {
+    fn from(stage: ZeroStage) -> Self {
+        Self::stage(stage)
     }
 }
 
@@ -60,14 +73,13 @@ impl ZeroConfig {
 /// use candle_core::{DType, Tensor};
 /// use candle_nn::Module;
 /// use dp_core::{AdamW, ParamStore, Result, Trainer, World};
-/// use dp_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
+/// use dp_zero::{ZeroOptimizer, ZeroStage};
 ///
 /// fn main() -> Result<()> {
 ///     World::threads(2)?.run(|rank| {
 ///         let store = ParamStore::new(rank.device());
 ///         let model = candle_nn::linear(3, 1, store.var_builder(DType::F32))?;
-///         let config = ZeroConfig::stage(ZeroStage::Two);
-///         let mut trainer = ZeroOptimizer::new(store, rank.comm(), AdamW::default(), config)?;
+///         let mut trainer = ZeroOptimizer::new(store, rank.comm(), AdamW::default(), ZeroStage::Two)?;
 ///         let x = Tensor::full(rank.rank() as f32, (4, 3), rank.device())?; // this rank's part of the batch
 ///         let loss = model.forward(&x)?.sqr()?.mean_all()?;
 ///         trainer.backward(&loss)?;
@@ -83,7 +95,7 @@ pub struct ZeroOptimizer<O: Optimizer> {
 
 impl<O: Optimizer> ZeroOptimizer<O> {
     /// Takes over the parameters of `store`. Collective: checks that the ranks hold the same model, and gives all of
-    /// them rank 0's values.
+    /// them rank 0's values. `config` is a [`ZeroConfig`], or a [`ZeroStage`] with default settings.
     ///
     /// # Errors
     /// [`Error::ReplicaMismatch`](dp_core::Error::ReplicaMismatch) on every rank if the models differ; those of the
@@ -92,8 +104,9 @@ impl<O: Optimizer> ZeroOptimizer<O> {
         store: ParamStore,
         comm: Arc<dyn Communicator>,
         optimizer: impl Into<ParamGroups<O>>,
-        config: ZeroConfig,
+        config: impl Into<ZeroConfig>,
     ) -> Result<Self> {
+        let config = config.into();
         let stage = config.stage;
         let engine = Engine::new(
             store,

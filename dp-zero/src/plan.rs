@@ -28,6 +28,7 @@ use crate::training_step::TrainingStep;
 /// # }
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct TrainerPlan {
     /// How model states are spread over the ranks.
     pub sharding: Sharding,

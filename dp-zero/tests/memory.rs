@@ -54,11 +54,7 @@ fn check_counted<O: Optimizer>(
     let predicted = predicted.expect("a strategy with a trainer");
     for step in 0..2 {
         let now = trainer.ledger().current();
-        let counted = ModelStates {
-            parameters: now.parameters,
-            gradients: now.gradients,
-            optimizer: now.optimizer,
-        };
+        let counted = ModelStates::from(now);
         assert_eq!(
             counted,
             predicted,

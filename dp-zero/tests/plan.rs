@@ -82,14 +82,7 @@ fn train<O: Optimizer>(
         *engine = config.clone();
     })?;
     assert_eq!(Some(trainer.layout().buckets().len()), plan.num_buckets);
-    let held = || {
-        let now = ledger.current();
-        ModelStates {
-            parameters: now.parameters,
-            gradients: now.gradients,
-            optimizer: now.optimizer,
-        }
-    };
+    let held = || ModelStates::from(ledger.current());
     assert_eq!(held(), plan.states);
 
     let before = rank.comm().traffic().bytes_sent();

@@ -136,7 +136,7 @@ impl<O: Optimizer> AnyTrainer<O> {
             }
             Sharding::Zero1 => ZeroStage::One,
             Sharding::Zero2 => ZeroStage::Two,
-            Sharding::Zero3 => unreachable!("no trainer"),
+            other => unreachable!("{other} has no trainer"),
         };
         let mut config = ZeroConfig::stage(stage);
         change(&mut config.engine);

@@ -4,6 +4,9 @@
 /// Shared vocabulary: guarded ranks, a trainer of any strategy, a model with every kind of parameter.
 mod support;
 
+/// What the public types promise to the compiler, and the conversions between them.
+mod api;
+
 /// Data parallelism, stage 1 and stage 2 give the same bits, and W ranks are one rank on the joined batch.
 mod parity;
 

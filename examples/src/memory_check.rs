@@ -1,6 +1,6 @@
 //! Does a job fit into this machine? Asked before anything is allocated.
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 use candle_core::DType;
 use dp_core::{EngineConfig, ParamShapes};
 use dp_models::ModelConfig;
@@ -85,6 +85,7 @@ pub fn within_limits(model: &ModelConfig, batch: usize, context: usize) -> anyho
     let (hidden, heads) = match model {
         ModelConfig::Gpt2(config) => (0, config.heads),
         ModelConfig::Llama(config) => (config.hidden, config.heads.max(config.num_kv_heads())),
+        other => bail!("{}: its limits are not known", other.architecture()),
     };
     let (layers, width, vocab) = (model.layers(), model.width(), model.vocab_size());
     ensure!(

@@ -41,11 +41,9 @@ pub fn threads_only(world: World) -> anyhow::Result<World> {
 /// # Errors
 /// Other names.
 pub fn strategy(name: &str) -> Result<Sharding, String> {
-    match name {
-        "ddp" => Ok(Sharding::Ddp),
-        "zero1" => Ok(Sharding::Zero1),
-        "zero2" => Ok(Sharding::Zero2),
-        _ => Err("expected ddp, zero1 or zero2".to_string()),
+    match name.parse() {
+        Err(_) | Ok(Sharding::Zero3) => Err("expected ddp, zero1 or zero2".to_string()),
+        Ok(sharding) => Ok(sharding),
     }
 }
 

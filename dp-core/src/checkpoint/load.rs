@@ -184,7 +184,7 @@ impl<O: Optimizer> Engine<O> {
         let saved = by_name(manifest);
         let (mut new, mut dropped) = (Vec::new(), Vec::new());
         for &i in &self.order {
-            let own = ParamSpec::of(&self.params[i]);
+            let own = ParamSpec::from(&self.params[i]);
             match saved.get(own.name.as_str()) {
                 Some(record) if record.is_of(&own) => {}
                 Some(record) => {

@@ -48,7 +48,7 @@ pub(crate) use timed::{CommClock, TimedComm};
 pub use traffic::{CollectiveTraffic, Traffic};
 
 /// How a reduction combines the ranks' values.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ReduceOp {
     /// `x_0 + ... + x_{N-1}`
@@ -73,7 +73,7 @@ impl fmt::Display for ReduceOp {
 }
 
 /// A collective operation.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Collective {
     /// Reduce, result on all ranks.
@@ -104,7 +104,7 @@ impl fmt::Display for Collective {
 }
 
 /// What one rank asks for; all ranks must ask for the same.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Request {
     /// The operation.
     pub collective: Collective,

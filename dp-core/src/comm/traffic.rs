@@ -8,6 +8,7 @@ use super::Collective;
 
 /// Calls and bytes of one kind of collective.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct CollectiveTraffic {
     /// Collectives joined by this rank.
     pub calls: u64,
@@ -22,6 +23,7 @@ pub struct CollectiveTraffic {
 /// in the buffer and `N` ranks, one rank so sends `2 (N-1)/N S` in an all_reduce and `(N-1)/N S` in a reduce_scatter
 /// or an all_gather, the optimum that ring algorithms reach. A broadcast sends `(N-1) S` from its root.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Traffic {
     /// All-reduce.
     pub all_reduce: CollectiveTraffic,

@@ -45,6 +45,7 @@ pub(crate) fn add_tracked(slot: usize, delta: i64) {
 
 /// Heap use of the threads of one rank, in bytes as requested from the allocator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[non_exhaustive]
 pub struct HeapUsage {
     /// Allocated and not yet freed.
     pub current: u64,

@@ -51,6 +51,7 @@ pub struct Ledger {
 
 /// The ledger at one moment, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct LedgerSnapshot {
     /// Bytes of [`Category::Parameters`].
     pub parameters: u64,

@@ -30,8 +30,9 @@ pub struct DeepSpeedSchedule {
 }
 
 /// How the rate grows in the warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, Hash)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum WarmupType {
     /// With the logarithm of the step.
     #[default]
@@ -43,6 +44,7 @@ pub enum WarmupType {
 /// What comes after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum LrDecay {
     /// The full rate: `WarmupLR`.
     Constant,

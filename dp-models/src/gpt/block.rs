@@ -8,7 +8,7 @@ use crate::init::{self, normal_weight, residual_stdev};
 use crate::layers::{CausalSelfAttention, LayerNorm, linear, linear_gelu};
 
 /// Weight and bias of a linear layer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Affine {
     weight: Tensor,
     bias: Tensor,
@@ -20,7 +20,7 @@ impl From<Affine> for Linear {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Block {
     ln1: LayerNorm,
     attention: CausalSelfAttention,

@@ -1,6 +1,6 @@
 //! The mask that hides later positions from earlier ones.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -8,12 +8,12 @@ use candle_core::{DType, Device, Result, Tensor};
 ///
 /// A mask is `[T, T]`: 0 where key `j` may be seen by query `i` (`j <= i`), minus infinity elsewhere. It is added to the
 /// scores before the softmax. Adding is cheaper than `where_cond`, whose backward pass makes two masked copies of the scores.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct CausalMask {
     dtype: DType,
     device: Device,
-    /// The mask of the most recent length; `None` before the first use.
-    last: Mutex<Option<Tensor>>,
+    /// The mask of the most recent length; `None` before the first use. Clones share it, as they share their parameters.
+    last: Arc<Mutex<Option<Tensor>>>,
 }
 
 impl CausalMask {
@@ -22,7 +22,7 @@ impl CausalMask {
         Self {
             dtype,
             device: device.clone(),
-            last: Mutex::new(None),
+            last: Arc::default(),
         }
     }
 

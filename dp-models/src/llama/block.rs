@@ -7,7 +7,7 @@ use super::LlamaConfig;
 use crate::init::{self, normal, normal_weight, residual_stdev};
 use crate::layers::{CausalSelfAttention, RmsNorm, Rotary, SwiGlu};
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Block {
     norm1: RmsNorm,
     attention: CausalSelfAttention,

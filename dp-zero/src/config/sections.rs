@@ -91,6 +91,7 @@ impl Default for Fp16Section {
 /// A dtype by DeepSpeed's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum FloatType {
     /// 32 bits.
     Fp32,
@@ -112,6 +113,7 @@ pub struct DataTypesSection {
 /// The optimizer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "type", content = "params")]
+#[non_exhaustive]
 pub enum OptimizerSection {
     /// Adam with decoupled weight decay, `FusedAdam` in DeepSpeed. DeepSpeed's name `Adam` means the same.
     AdamW(AdamWParams),
@@ -172,6 +174,7 @@ pub struct SgdParams {
 /// The learning-rate schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "type", content = "params")]
+#[non_exhaustive]
 pub enum SchedulerSection {
     /// A warm-up, then a constant rate.
     WarmupLR(WarmupParams),
