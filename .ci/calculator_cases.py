@@ -1,5 +1,6 @@
 """What the memory calculator is asked: models, counts and settings by the names of plan's options, and what cannot be."""
 
+import itertools
 import random
 
 GPT2_SHAPES = [
@@ -27,7 +28,8 @@ LLAMA_SHAPES = [
 COUNTS = ["7.5B", "1", "63", "124439808", "350M", "1.10K", "70b", "1T", "1000T", "999999999999999", "7."]
 RANKS = ["1", "2", "3", "4", "7", "8", "16", "33", "64", "100", "513", "4096", "1048576"]
 CARDS = ["", "80GiB", "24GB", "80 GiB", "1.5MiB", ".5TiB", "123456789", "7K"]
-PRECISIONS = [(dtype, accum, sent) for dtype in ("f32", "bf16", "f16") for accum in ("", "f32", "parameter") for sent in ("", "f32", "bf16", "f16")]
+DTYPES = ["f32", "bf16", "f16"]
+PRECISIONS = list(itertools.product(DTYPES, ["", "f32", "parameter"], ["", *DTYPES]))
 OPTIMIZERS = ["adamw", "sgd", "sgd-momentum"]
 CAPS = ["", "1", "50", "1024", "1025", "4096", "102400"]
 
@@ -49,6 +51,8 @@ CHOSEN = [
     {"params": "3", "ranks": "1048576", "dtype": "f16"},
     # One bucket: one buffer. No state at all.
     gpt2("1", "4", "2", "2", "2", ranks="2", optimizer="sgd"),
+    # The last norm and one matrix fill the first bucket to its cap, exactly.
+    llama("1", "256", "4", "8", "97", "15", ranks="3", **{"bucket-kib": "16"}),
     # The largest sizes; many tensors.
     gpt2("7", "1048576", "1", "1", "1", ranks="3", dtype="f32"),
     gpt2("10000", "16", "2", "8", "256", ranks="5", **{"bucket-kib": "1"}),
@@ -57,12 +61,14 @@ CHOSEN = [
     # A Llama with a tied head, a GPT-2 with its own.
     llama("2", "64", "4", "64", "256", "176", "4", head="tied", ranks="6", dtype="bf16"),
     gpt2("2", "64", "4", "64", "256", head="untied", ranks="6", dtype="f16", batch="3"),
-    # A vocabulary that is nearly all: the trainer is fullest while it is made.
+    # A vocabulary that is nearly all.
     gpt2("1", "64", "1", "1", "1000000", ranks="1024", dtype="bf16", optimizer="sgd", batch="1", card="1GiB"),
     # Numbers as Rust reads them.
     gpt2("+2", "064", "4", "64", "256", ranks="8"),
     # Figure 1 of the ZeRO paper.
     {"params": "7.5B", "ranks": "64", "dtype": "bf16", "card": "80GiB"},
+    # A card that is full to the last byte.
+    {"params": "7.5B", "ranks": "64", "dtype": "bf16", "card": "31406250000"},
 ]
 
 

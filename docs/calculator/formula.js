@@ -26,7 +26,9 @@ const dpFormula = (() => {
 
     // What the letters are.
     function legend({ bytes, elements, layout, numNamed }, { ranks }) {
-        const element = `p = ${bytes.parameter} bytes of a parameter, g = ${bytes.gradient} of its gradient, s = ${bytes.sent} of it as it travels, o = ${bytes.optimizer} of optimizer state`;
+        const element =
+            `p = ${bytes.parameter} bytes of a parameter, g = ${bytes.gradient} of its gradient, ` +
+            `s = ${bytes.sent} of it as it travels, o = ${bytes.optimizer} of optimizer state`;
         const states = bytes.master === 0n ? "" : ` (${4n * bytes.states} and a f32 master of 4)`;
         const sizes = `N = ${grouped(ranks)} cards, P = ${grouped(elements)} parameters`;
         if (layout === undefined) {
@@ -86,7 +88,7 @@ const dpFormula = (() => {
         if (chosen.communication > 0n) {
             lines.push(buffers(chosen, layout));
         }
-        lines.push(activations(plan, { model, settings }), total(plan, chosen), sent(plan, chosen, settings));
+        lines.push(activations(plan, { model, settings }), total(chosen), sent(plan, chosen, settings));
         return lines;
     }
 
@@ -123,12 +125,8 @@ const dpFormula = (() => {
         ];
     }
 
-    function total({ largest }, chosen) {
+    function total(chosen) {
         const keys = ["parameters", "gradients", "optimizer", "communication", "activations"];
-        if (chosen.inStep !== undefined && chosen.total > chosen.inStep) {
-            const formula = `parameters + the largest of them, ${largest.name}, while the trainer is made`;
-            return ["total", "sum", formula, `${grouped(chosen.parameters)} + ${grouped(chosen.setUp)}`, chosen.total];
-        }
         return ["total", "sum", "their sum", addends(chosen, keys), chosen.total];
     }
 

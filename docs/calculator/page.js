@@ -109,8 +109,8 @@
 
     // The texts of choices that are left open say what they are.
     function nameDefaults(kind) {
-        const heads = { tied: "tied, as GPT-2's", untied: "its own, as Llama's" };
-        const gradients = { f32: "f32, as trainers do", parameter: "their dtype, as in the paper" };
+        const heads = { tied: "tied (default)", untied: "its own (default)" };
+        const gradients = { f32: "f32 (default)", parameter: "as parameters" };
         form.elements.head.options[0].text = heads[dpSettings.defaultOf("head", kind)];
         form.elements["grad-accum-dtype"].options[0].text = gradients[dpSettings.defaultOf("grad-accum-dtype", kind)];
     }
@@ -125,7 +125,7 @@
             byId(`${control.name}-error`).textContent = words;
         }
         const box = byId("problems");
-        const rest = "The address of this page cannot be. Change any field to go on with what the form shows.";
+        const rest = "The address of this page has an error. Change any field to go on with what the form shows.";
         const lines = problems.length === 0 ? [] : [rest, ...problems];
         box.hidden = lines.length === 0;
         box.replaceChildren(...lines.map((words) => Object.assign(document.createElement("p"), { textContent: words })));

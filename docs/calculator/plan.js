@@ -89,7 +89,6 @@ const dpPlan = (() => {
             elements,
             layout,
             numNamed: BigInt(params.length),
-            largest: params.reduce((a, b) => (b.elements > a.elements ? b : a)),
             activations: dpModels.activations(model, settings.batch, SIZE[settings.dtype]),
         };
     }
@@ -124,10 +123,9 @@ const dpPlan = (() => {
         plan.overflow = settings.dtype === "f16" ? 8n * (ranks - 1n) : 0n;
         const published = stage === 0 ? bytes.sent : bytes.parameter;
         plan.bytesSent = (ranks - 1n) * slices * (bytes.sent + published) + plan.summary + plan.overflow;
-        // While the trainer is made, values come from rank 0, one parameter at a time.
-        plan.setUp = ranks > 1n ? bytes.parameter * looked.largest.elements : 0n;
-        plan.inStep = plan.parameters + plan.gradients + plan.optimizer + plan.communication + plan.activations;
-        plan.total = max(plan.inStep, plan.parameters + plan.setUp);
+        // The rule's other moment, while values come from rank 0 one by one, is never fuller here: all parameters are trained, so
+        // gradients or stage 2's buffers take at least as much as the largest of them.
+        plan.total = plan.parameters + plan.gradients + plan.optimizer + plan.communication + plan.activations;
         return plan;
     }
 

@@ -73,12 +73,15 @@ const dpView = (() => {
         const fitting = trained.find((p) => p.total <= card);
         const size = sized(card, unit);
         if (fitting !== undefined) {
-            return `${what}${fitting.strategy} is the smallest stage that fits a card of ${size}, with ${sized(fitting.total, unit)}.${rest}`;
+            const total = sized(fitting.total, unit);
+            return `${what}${fitting.strategy} is the smallest stage that fits a card of ${size}, with ${total}.${rest}`;
         }
         const less = sized(zero3.total, unit);
-        return zero3.total <= card
-            ? `${what}none of ddp, zero1, zero2 fits a card of ${size}; zero3 would with ${less} (estimate), but has no trainer.${rest}`
-            : `${what}none fits a card of ${size}; zero3 would take ${less} (estimate).${rest}`;
+        const none =
+            zero3.total <= card
+                ? `none of ddp, zero1, zero2 fits a card of ${size}; zero3 would with ${less} (estimate), but has no trainer.`
+                : `none fits a card of ${size}; zero3 would take ${less} (estimate).`;
+        return what + none + rest;
     }
 
     function legend({ plans }) {
