@@ -37,6 +37,7 @@ TABLE = """Object.fromEntries([...document.querySelectorAll("#calc-table tbody t
     [...row.querySelectorAll("td")].map((cell) => (cell.querySelector("small") ?? cell).textContent),
 ]))"""
 ANSWER = """document.getElementById("calc-answer").textContent"""
+NOTE = """document.querySelector("#calc-bars .calc-note").textContent"""
 # Error by field, and what stands above the form.
 ERRORS = """({
     fields: Object.fromEntries([...document.querySelectorAll(".calc-field:not([hidden])")]
@@ -88,6 +89,8 @@ def differences(browser, report):
             found.append(f"{row['strategy']}: basis {table['basis'][i]}, {row['basis']} in plan")
         if row["fits"] is not None and table["fits the card"][i] != ("yes" if row["fits"] else "no"):
             found.append(f"{row['strategy']}: fits {table['fits the card'][i]}, {row['fits']} in plan")
+    if report["card"] and f"({report['card']:,} bytes)" not in browser.evaluate(NOTE):
+        found.append(f"{browser.evaluate(NOTE)}: plan's card is {report['card']} bytes")
     for choice in report["choices"]:
         fits, zero3 = choice["smallest"], report["rows"][3]["fits"]
         says = f": {fits} is the smallest stage that fits" if fits else "zero3 would with" if zero3 else ": none fits"

@@ -119,8 +119,9 @@ const dpView = (() => {
         const note = [];
         if (card !== undefined) {
             const times = Number(card) / Number(longest);
-            const beyond = `A card of ${sized(card, unit)} holds ${times.toFixed(times < 10 ? 1 : 0)} times the longest bar.`;
-            note.push(h("p", { class: "calc-note" }, isDrawn ? `The line is a card of ${sized(card, unit)}.` : beyond));
+            const size = `${sized(card, unit)} (${grouped(card)} bytes)`;
+            const beyond = `A card of ${size} holds ${times.toFixed(times < 10 ? 1 : 0)} times the longest bar.`;
+            note.push(h("p", { class: "calc-note" }, isDrawn ? `The line is a card of ${size}.` : beyond));
         }
         const label = "Memory per card of each strategy, stacked by category. The table below has the numbers.";
         return h("div", {}, h("div", { class: "calc-bars", role: "img", "aria-label": label }, ...rows), ...note);
