@@ -181,6 +181,30 @@ fn launchers_of_processes_are_refused() -> Result<(), Box<dyn std::error::Error>
     Ok(())
 }
 
+/// What the launcher has set is what programs look for; this build cannot join its ranks, and says so on each.
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_of_dp_launch_find_their_world() -> Result<(), Box<dyn std::error::Error>> {
+    let quickstart = env!("CARGO_BIN_EXE_quickstart");
+    let output = run(
+        env!("CARGO_BIN_EXE_dp-launch"),
+        &["-n", "2", "--", quickstart],
+    )?;
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("WORLD_SIZE=2"), "{message}");
+    assert!(message.contains("dp-launch: rank "), "{message}");
+    // A world of one is no cluster: the program makes threads.
+    let output = run(
+        env!("CARGO_BIN_EXE_dp-launch"),
+        &["-n", "1", "--", quickstart, "--ranks", "2"],
+    )?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert!(text.starts_with("[rank 0] 2 ranks, "), "{text}");
+    Ok(())
+}
+
 #[test]
 fn quickstart_and_existing_loop_check_themselves() -> Result<(), Box<dyn std::error::Error>> {
     let programs = [
