@@ -22,7 +22,7 @@ mpi=(timeout 120 mpirun --allow-run-as-root --oversubscribe)
 step() { printf '\n==> %s\n' "$*"; }
 
 step "build with the feature mpi"
-programs=(quickstart existing-loop resume memory-per-card bench-collectives train-gpt)
+programs=(quickstart existing-loop resume memory-per-card bench-collectives bench-train train-gpt finetune dp-launch)
 cargo build --release --workspace --features dp-core/mpi "${programs[@]/#/--bin=}"
 cargo test --release --workspace --features dp-core/mpi --test mpi --no-run
 test_program=$(cargo test --release --workspace --features dp-core/mpi --test mpi --no-run --message-format json 2>/dev/null |
@@ -105,8 +105,27 @@ done
 diff "$scratch/gpt-threads.end" "$scratch/gpt-processes.end"
 cat "$scratch/gpt-threads.end"
 
-command=("${mpi[@]}" -n 2 "$target/release/bench-collectives" --max-bytes 8K)
+# It converts a model once, for all ranks of one process.
+command=("${mpi[@]}" -n 2 "$target/release/finetune" --model dp-models/tests/fixtures/gpt2_hugging_face
+    --config examples/configs/finetune.json --set data.train=LICENSE-APACHE)
 expect_failure "the ranks of this program are threads of one process"
+
+step "benchmarks: the losses of PyTorch, and results that are right"
+"${mpi[@]}" -n 2 "$target/release/bench-train" --context 16 --width 8 --layers 2 --heads 2 --batch 8 --lr 0.01 \
+    --init examples/tests/fixtures/gpt-tied.safetensors --data LICENSE-APACHE --expect examples/tests/fixtures/gpt-tied.json \
+    --overlap-comm on,off --communication-dtype f32,bf16
+"${mpi[@]}" -n 3 "$target/release/bench-collectives" --max-bytes 64K --budget-ms 20
+
+step "dp-launch starts ranks over MPI: whole lines with their rank, the exit code of the first that fails"
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+launch=(timeout 120 "$target/release/dp-launch" --mpi)
+"${launch[@]}" -n 3 "$target/release/quickstart" >"$scratch/out"
+"$target/release/quickstart" --ranks 3 | sed 's/^/[rank 0] /' | diff - "$scratch/out"
+command=("${launch[@]}" -n 3 "$test_program" fail error)
+expect_failure "[rank 0] rank 1 failed: invalid test: rank 1 gives up" "dp-launch: mpirun failed first"
+command=("${launch[@]}" -n 2 sh -c 'echo "last words" >&2; [ "$OMPI_COMM_WORLD_RANK" = 1 ] && exit 7; sleep 60')
+expect_failure "[rank 1] last words" "Exit code:    7" "dp-launch: mpirun failed first"
+unset OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM
 
 step "two hosts: network namespaces, TCP"
 code=0
@@ -116,6 +135,8 @@ if [[ $code -eq 77 ]]; then
 else
     [[ $code -eq 0 ]]
     .ci/two-hosts.sh -n 4 -- "$test_program" digests --ranks 4 | diff "$scratch/threads-4" -
+    # Only that it runs: what it measures at this size, on this machine, says nothing.
+    .ci/bench-network.sh --context 16 --width 64 --layers 2 --steps 3 --warmup 1 --rounds 1
 fi
 
 printf '\nMPI checks passed in %s s.\n' "$SECONDS"

@@ -1,8 +1,8 @@
 //! Where the programs' log and timeline go.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use dp_core::Timeline;
+use dp_core::{Timeline, World};
 use tracing_subscriber::Layer;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
@@ -22,4 +22,12 @@ pub fn init(trace: Option<&Path>) -> anyhow::Result<Option<Timeline>> {
         .with(timeline.as_ref().map(Timeline::layer))
         .try_init()?;
     Ok(timeline)
+}
+
+/// Where this process draws its timeline, since each has its own: `path`, and with its rank added for all but the main process.
+pub fn trace_of(path: &Path, world: &World) -> PathBuf {
+    match world.is_main_process() {
+        true => path.to_path_buf(),
+        false => PathBuf::from(format!("{}.{}", path.display(), world.ranks_here().start)),
+    }
 }

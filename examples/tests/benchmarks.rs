@@ -144,6 +144,69 @@ fn training_report_has_what_it_promises() -> Result {
     Ok(())
 }
 
+/// Overlap changes no bit, a 16-bit communication dtype halves what is sent, and without overlap nothing is hidden.
+#[test]
+fn variants_of_communication_are_compared_in_one_report() -> Result {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("train.json");
+    let json = path.to_str().ok_or("a path in UTF-8")?;
+    let more = [
+        "--ranks",
+        "2",
+        "--steps",
+        "10",
+        "--warmup",
+        "1",
+        "--bucket-kib",
+        "4",
+        "--overlap-comm",
+        "on,off",
+        "--communication-dtype",
+        "f32,bf16",
+        "--json",
+        json,
+    ];
+    let output = run(TRAIN, &[&SMALL[..], &more].concat())?;
+    assert!(output.status.success(), "{}", text(&output));
+    let report = read(&path)?;
+    let rows = report["rows"].as_array().ok_or("rows")?;
+    let mut names = rows.iter().map(|r| {
+        [
+            &r["strategy"],
+            &r["communication_dtype"],
+            &r["overlap_comm"],
+        ]
+    });
+    for strategy in ["ddp", "zero1", "zero2"] {
+        for dtype in ["f32", "bf16"] {
+            for overlap in ["on", "off"] {
+                assert_eq!(
+                    names.next(),
+                    Some([&json!(strategy), &json!(dtype), &json!(overlap)])
+                );
+            }
+        }
+    }
+    assert!(names.next().is_none());
+    for row in rows {
+        let share = row["hidden_share"].as_f64().ok_or("a share")?;
+        assert!((0.0..=1.0).contains(&share), "{row}");
+        assert!(row["reduction_ms"].as_f64() > Some(0.0), "{row}");
+        if row["overlap_comm"] == "off" {
+            assert!(share < 0.5, "{row}");
+        }
+    }
+    // Each rank sends half of 3,936 gradients to be summed and half as sums; what else there is per step is some hundred bytes.
+    let sent = |row: usize| rows[row]["bytes_sent"].as_u64().ok_or("bytes");
+    assert!(
+        (3936 * 4..3936 * 4 + 1000).contains(&sent(0)?),
+        "{}",
+        sent(0)?
+    );
+    assert_eq!(sent(0)? - sent(2)?, 3936 * 2);
+    Ok(())
+}
+
 #[test]
 fn a_trace_has_all_ranks_and_steps() -> Result {
     let dir = tempfile::tempdir()?;

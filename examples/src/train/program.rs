@@ -98,21 +98,16 @@ fn check(arguments: &Arguments, model: Option<&Path>) -> anyhow::Result<(World, 
     Ok((world, job))
 }
 
-/// Each process has its own file: FILE, FILE.1, FILE.2, ...
-fn trace_of(path: &Path, world: &World) -> PathBuf {
-    match world.is_main_process() {
-        true => path.to_path_buf(),
-        false => PathBuf::from(format!("{}.{}", path.display(), world.ranks_here().start)),
-    }
-}
-
 fn run(
     arguments: &Arguments,
     world: &World,
     job: &Job,
     stopped: &Cell<bool>,
 ) -> anyhow::Result<bool> {
-    let trace = arguments.trace.as_ref().map(|path| trace_of(path, world));
+    let trace = arguments
+        .trace
+        .as_ref()
+        .map(|path| logging::trace_of(path, world));
     let timeline = logging::init(trace.as_deref())?;
     interrupt::listen()?;
     if world.is_main_process() {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --bin bench-collectives
+//! mpirun -n 2 target/release/bench-collectives     # with --features dp-core/mpi
 //! cargo run --release --bin bench-collectives -- --ranks 4 --ops all_reduce --dtype bf16 --json target/collectives.json
 //! ```
 //!
@@ -9,7 +10,7 @@
 //! size    bytes of the whole buffer of one rank
 //! algbw   size / time
 //! busbw   algbw * 2 (N-1)/N for all_reduce, algbw * (N-1)/N for reduce_scatter and all_gather, algbw for broadcast
-//! memcpy  time in which N threads each copy size bytes, over the time of the collective on N ranks
+//! memcpy  time in which N ranks each copy size bytes, over the time of the collective on N ranks
 //! ```
 //!
 //! Each result is checked, element by element, before it is measured. Exits non-zero if one is wrong.
@@ -24,7 +25,7 @@ use anyhow::Context;
 use clap::Parser;
 use dp_core::World;
 use dp_examples::machine::Provenance;
-use dp_examples::options::{exit_code, threads_only};
+use dp_examples::options::exit_code;
 
 use options::Options;
 use report::{Report, Row};
@@ -33,28 +34,38 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    exit_code(|| Options::parse().checked(), run)
+    exit_code(check, |(world, options)| run(world, options))
+}
+
+/// Everything that can be wrong before the first call.
+fn check() -> anyhow::Result<(World, Options)> {
+    let mut options = Options::parse();
+    let world = World::from_env_or_threads(usize::from(options.ranks))?;
+    options.ranks = u16::try_from(world.world_size())?;
+    // Collectives are done by the rank's own thread; a pool of more would only count as more threads than cores.
+    Ok((world.with_threads_per_rank(1), options.checked()?))
 }
 
 /// Measures everything, prints and writes the report; true, since a wrong result is an error.
-fn run(options: &Options) -> anyhow::Result<bool> {
+fn run(world: &World, options: &Options) -> anyhow::Result<bool> {
     let provenance = Provenance::now();
-    // Collectives are done by the rank's own thread; a pool of more would only count as more threads than cores.
-    let world = threads_only(World::from_env_or_threads(usize::from(options.ranks))?)?;
-    let world = world.with_threads_per_rank(1);
-    println!("{}", provenance.summary());
-    println!("{}", report::header(options));
+    if world.is_main_process() {
+        println!("{}", provenance.summary());
+        println!("{}", report::header(options));
+    }
     let mut rows = Vec::new();
     for op in &options.ops {
         for bytes in options.sizes() {
-            let times = measure::measure(&world, options, *op, bytes)
+            let times = measure::measure(world, options, *op, bytes)
                 .with_context(|| format!("{} of {bytes} bytes", op.name()))?;
             let row = Row::new(*op, usize::from(options.ranks), &times);
-            println!("{row}");
+            if world.is_main_process() {
+                println!("{row}");
+            }
             rows.push(row);
         }
     }
-    if let Some(path) = &options.json {
+    if let Some(path) = options.json.as_ref().filter(|_| world.is_main_process()) {
         let report = Report {
             rows,
             ranks: options.ranks,

@@ -6,14 +6,16 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use dp_core::{Buffer, Communicator, Element, Rank, ReduceOp, World, max_over_ranks};
 use dp_examples::statistics::{least, median};
 use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 use crate::options::{Number, Op, Options};
 
 /// Seconds per call: medians over the turns.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Times {
     pub bytes: usize,
     pub collective: f64,
@@ -32,12 +34,17 @@ const MAX_TURNS: usize = 1000;
 
 /// Measures one operation at one size.
 pub fn measure(world: &World, options: &Options, op: Op, bytes: usize) -> anyhow::Result<Times> {
-    let ranks: Vec<Times> = world.map(|rank| match options.dtype {
-        Number::F32 => measure_rank::<f32>(options, op, bytes, &rank),
-        Number::F64 => measure_rank::<f64>(options, op, bytes, &rank),
-        Number::F16 => measure_rank::<f16>(options, op, bytes, &rank),
-        Number::Bf16 => measure_rank::<bf16>(options, op, bytes, &rank),
+    // Those of all ranks, once per rank of this process.
+    let ranks = world.map(|rank| -> anyhow::Result<Vec<Times>> {
+        let mine = match options.dtype {
+            Number::F32 => measure_rank::<f32>(options, op, bytes, &rank),
+            Number::F64 => measure_rank::<f64>(options, op, bytes, &rank),
+            Number::F16 => measure_rank::<f16>(options, op, bytes, &rank),
+            Number::Bf16 => measure_rank::<bf16>(options, op, bytes, &rank),
+        }?;
+        Ok(rank.comm().all_gather_object(&mine, "times of all ranks")?)
     })?;
+    let ranks = ranks.into_iter().next().context("a process has a rank")?;
     // Ranks measure the same turns, to the skew of a barrier.
     let mean = |of: fn(&Times) -> f64| ranks.iter().map(of).sum::<f64>() / ranks.len() as f64;
     Ok(Times {

@@ -7,11 +7,11 @@ use candle_core::DType;
 use clap::{Parser, ValueEnum};
 use dp_examples::options::{positive, writable};
 
-/// Measures collectives between ranks that are threads.
+/// Measures collectives between ranks: threads, or processes under mpirun.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "bench-collectives", version)]
 pub struct Options {
-    /// Number of ranks
+    /// Number of ranks that are threads; under a launcher its number of processes counts
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub ranks: u16,
     /// Collectives to measure, in this order

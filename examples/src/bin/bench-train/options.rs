@@ -4,19 +4,26 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use candle_core::{DType, Device};
-use clap::Parser;
-use dp_core::{AdamW, BucketCaps, EngineConfig, Optimizer, ParamStore};
+use clap::{Parser, ValueEnum};
+use dp_core::{AdamW, BucketCaps, Optimizer, ParamStore};
 use dp_examples::memory_check::Demand;
-use dp_examples::options::{Head, distinct, one_line, positive, strategy, writable};
+use dp_examples::options::{Head, distinct, dtype, one_line, positive, strategy, writable};
 use dp_models::{ByteTokens, Gpt, GptConfig};
 use dp_zero::Sharding;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
+
+use crate::variant::Variant;
 
 /// Measures training: tokens per second, and the parts of a step, of each strategy.
 #[derive(Debug, Clone, Parser)]
-#[command(name = "bench-train", version, allow_negative_numbers = true)]
+#[command(
+    name = "bench-train",
+    version,
+    allow_negative_numbers = true,
+    args_override_self = true
+)]
 pub struct Options {
-    /// Number of ranks
+    /// Number of ranks that are threads; under a launcher its number of processes counts
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub ranks: u16,
     /// Threads that each rank computes with
@@ -25,13 +32,19 @@ pub struct Options {
     /// Strategies to run, in this order
     #[arg(long, value_delimiter = ',', default_value = "ddp,zero1,zero2", value_parser = strategy)]
     pub strategies: Vec<Sharding>,
-    /// Optimizer steps per strategy and round
+    /// Reduce gradients while backward goes on, or have it wait for each bucket; on,off compares them
+    #[arg(long, value_delimiter = ',', default_value = "on")]
+    pub overlap_comm: Vec<Overlap>,
+    /// What gradients travel in, f32, bf16 or f16; f32,bf16 compares them
+    #[arg(long, value_delimiter = ',', default_value = "f32", value_parser = dtype)]
+    pub communication_dtype: Vec<DType>,
+    /// Optimizer steps per variant (strategy, overlap and communication dtype) and round
     #[arg(long, default_value_t = 40, value_parser = positive)]
     pub steps: usize,
     /// First steps of each run that the times leave out
     #[arg(long, default_value_t = 10)]
     pub warmup: usize,
-    /// How often all strategies are run, in turns, so that a machine that drifts is the same for all
+    /// How often all variants are run, in turns, so that a machine that drifts is the same for all
     #[arg(long, default_value_t = 1, value_parser = positive)]
     pub rounds: usize,
     /// Sequences per step over all ranks; a multiple of the ranks
@@ -85,15 +98,28 @@ pub struct Options {
     /// File for the report
     #[arg(long)]
     pub json: Option<PathBuf>,
-    /// File for a timeline of all steps; for one strategy and one round
+    /// File for a timeline of all steps; for one variant and one round. Over MPI rank R > 0 writes to FILE.R
     #[arg(long)]
     pub trace: Option<PathBuf>,
+}
+
+/// `EngineConfig::overlap_comm`, as an option has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Overlap {
+    /// Reductions run during backward
+    On,
+    /// Backward waits for each
+    Off,
 }
 
 /// Options that have been checked, and what they lead to.
 #[derive(Debug, Clone)]
 pub struct Job {
     pub options: Options,
+    pub world_size: usize,
+    /// What is trained, in this order.
+    pub variants: Vec<Variant>,
     pub model: GptConfig,
     pub text: ByteTokens,
     pub bucket_caps: BucketCaps,
@@ -103,9 +129,9 @@ pub struct Job {
 
 impl Options {
     /// Checks what the parser cannot see, and loads the files. The error is one line for the user.
-    pub fn into_job(self) -> anyhow::Result<Job> {
+    pub fn into_job(self, ranks: usize) -> anyhow::Result<Job> {
         distinct(&self.strategies)?;
-        let ranks = usize::from(self.ranks);
+        let variants = Variant::all(&self)?;
         anyhow::ensure!(
             self.batch.is_multiple_of(ranks),
             "--batch: {} sequences cannot be dealt out equally to {ranks} ranks",
@@ -142,20 +168,20 @@ impl Options {
             Some(kib) => BucketCaps::new(kib * 1024)?,
             None => BucketCaps::default(),
         };
-        let mut engine = EngineConfig::default();
-        engine.bucket_caps = bucket_caps;
-        Demand {
-            model: &model.clone().into(),
-            dtype: DType::F32,
-            batch: self.batch / ranks,
-            context: self.context,
-            ranks,
-            strategies: &self.strategies,
-            num_states: optimizer.state_names().len(),
-            engine: &engine,
+        for variant in &variants {
+            Demand {
+                model: &model.clone().into(),
+                dtype: DType::F32,
+                batch: self.batch / ranks,
+                context: self.context,
+                ranks,
+                strategies: &[variant.sharding],
+                num_states: optimizer.state_names().len(),
+                engine: &variant.engine(bucket_caps),
+            }
+            .check()
+            .context("--ranks, --layers, --width, --batch, --context")?;
         }
-        .check()
-        .context("--ranks, --layers, --width, --batch, --context")?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
             None => (
@@ -170,18 +196,25 @@ impl Options {
             check_weights(path, &model).context("--init")?;
         }
         let expected = self.expect.as_deref().map(read_losses).transpose()?;
+        anyhow::ensure!(
+            expected.is_none() || variants[0].communication_dtype == DType::F32,
+            "--expect: the first variant is compared, so f32 has to be the first of --communication-dtype"
+        );
         if let Some(path) = &self.json {
             writable("--json", path)?;
         }
         if let Some(path) = &self.trace {
             anyhow::ensure!(
-                self.strategies.len() == 1 && self.rounds == 1,
-                "--trace: a timeline shows one run; choose one of --strategies, and no --rounds"
+                variants.len() == 1 && self.rounds == 1,
+                "--trace: a timeline shows one run; choose one of --strategies, --overlap-comm and --communication-dtype, and no \
+                 --rounds"
             );
             writable("--trace", path)?;
         }
         Ok(Job {
             options: self,
+            world_size: ranks,
+            variants,
             model,
             text,
             bucket_caps,

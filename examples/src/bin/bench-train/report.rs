@@ -1,18 +1,18 @@
 //! What is measured: the content of the JSON file, which the table shows.
 
 use std::fmt;
-use std::time::Duration;
 
+use candle_core::DType;
 use comfy_table::Table;
-use dp_core::LocalReport;
 use dp_examples::machine::Provenance;
 use dp_examples::options::Head;
 use dp_examples::statistics::median;
 use dp_examples::table::{add_row, mib, new_table, thousands};
 use serde::Serialize;
 
-use crate::options::Job;
-use crate::training::Run;
+use crate::options::{Job, Overlap};
+use crate::training::{Run, StepTimes};
+use crate::variant::Variant;
 
 /// The largest difference to the expected losses: what rounding can do in 40 steps, and no mistake would stay below.
 pub const TOLERANCE: f64 = 1e-4;
@@ -21,7 +21,7 @@ pub const TOLERANCE: f64 = 1e-4;
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub rows: Vec<Row>,
-    /// Mean loss over all ranks, per step, of the first strategy's first run; the checks compare the others.
+    /// Mean loss over all ranks, per step, of the first variant's first run; the checks compare the others.
     pub losses: Vec<f64>,
     pub options: Settings,
     #[serde(flatten)]
@@ -32,10 +32,13 @@ pub struct Report {
     same_params: bool,
 }
 
-/// One strategy. Times are medians over all measured steps of means over the ranks, so parts need not add up exactly.
+/// One variant. Times are medians over all measured steps of means over the ranks, so parts need not add up exactly.
 #[derive(Debug, Serialize)]
 pub struct Row {
     pub strategy: &'static str,
+    pub overlap_comm: Overlap,
+    /// What gradients travel in.
+    pub communication_dtype: &'static str,
     /// Tokens of the global batch over the median step.
     pub tokens_per_second: f64,
     /// Forward, backward and optimizer step, with reading the loss, but not drawing the batch.
@@ -45,6 +48,12 @@ pub struct Row {
     pub backward_ms: f64,
     /// Time in the communicator during backward and step: working for collectives, and waiting for other ranks.
     pub exposed_communication_ms: f64,
+    /// Time in which the reduction of at least one bucket was under way.
+    pub reduction_ms: f64,
+    /// The share of `reduction_ms` that is not exposed, from 0 to 1: hidden behind backward.
+    pub hidden_share: Option<f64>,
+    /// What a rank sends in a step; of the one that sends most.
+    pub bytes_sent: u64,
     /// The trainer's step without the time spent in the communicator.
     pub optimizer_ms: f64,
     /// Growth of the heap up to its peak, of the rank with the greatest.
@@ -54,7 +63,7 @@ pub struct Row {
 /// What was trained.
 #[derive(Debug, Serialize)]
 pub struct Settings {
-    pub ranks: u16,
+    pub ranks: usize,
     pub threads: usize,
     pub steps: usize,
     pub warmup: usize,
@@ -78,28 +87,36 @@ pub struct Settings {
 }
 
 impl Row {
-    /// The times of all `runs` of a strategy together.
-    pub fn new(job: &Job, strategy: &'static str, runs: &[&Run]) -> Self {
-        let part = |of: fn(&LocalReport) -> Duration| {
+    /// The times of all `runs` of a variant together.
+    pub fn new(job: &Job, variant: Variant, runs: &[&Run]) -> Self {
+        // Of each step, the mean over the ranks.
+        let means = |of: &dyn Fn(&StepTimes) -> f64| -> Vec<f64> {
             let steps = runs.iter().flat_map(|run| {
-                let num_steps = run.times[0].len();
-                (0..num_steps).map(|step| {
-                    let sum: Duration = run.times.iter().map(|rank| of(&rank[step])).sum();
-                    sum.as_secs_f64() * 1e3 / run.times.len() as f64
+                (0..run.times[0].len()).map(|step| {
+                    let sum: f64 = run.times.iter().map(|rank| of(&rank[step])).sum();
+                    sum / run.times.len() as f64
                 })
             });
-            median(steps.collect())
+            steps.collect()
         };
-        let step_ms = part(|t| t.total);
+        let ms = |of: fn(&StepTimes) -> f64| median(means(&|t| of(t) * 1e3));
+        let all = || runs.iter().flat_map(|run| run.times.iter().flatten());
+        let reduces = all().all(|t| t.hidden_share.is_some());
+        let step_ms = ms(|t| t.total);
         let tokens = job.options.batch * job.options.context;
         Self {
-            strategy,
+            strategy: variant.sharding.name(),
+            overlap_comm: variant.overlap_comm,
+            communication_dtype: variant.communication_dtype.as_str(),
             tokens_per_second: tokens as f64 / (step_ms / 1e3),
             step_ms,
-            forward_ms: part(|t| t.forward),
-            backward_ms: part(|t| t.backward),
-            exposed_communication_ms: part(|t| t.exposed_communication),
-            optimizer_ms: part(|t| t.optimizer),
+            forward_ms: ms(|t| t.forward),
+            backward_ms: ms(|t| t.backward),
+            exposed_communication_ms: ms(|t| t.exposed_communication),
+            reduction_ms: ms(|t| t.reduction),
+            hidden_share: reduces.then(|| median(means(&|t| t.hidden_share.unwrap_or(0.0)))),
+            bytes_sent: all().map(|t| t.bytes_sent).max().unwrap_or(0),
+            optimizer_ms: ms(|t| t.optimizer),
             peak_bytes: runs.iter().map(|r| r.peak_bytes).max().unwrap_or(0),
         }
     }
@@ -109,29 +126,38 @@ impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:6} {:.0} tokens/s, {:.1} ms per step",
-            self.strategy, self.tokens_per_second, self.step_ms
+            "{:.0} tokens/s, {:.1} ms per step",
+            self.tokens_per_second, self.step_ms
         )
     }
 }
 
 impl Report {
-    /// `runs`: per strategy, its runs.
+    /// `runs`: per variant, its runs.
     pub fn new(job: &Job, provenance: Provenance, runs: &[Vec<Run>]) -> Self {
         let options = &job.options;
         let first = &runs[0][0];
-        let all = || runs.iter().flatten();
         let bits = |run: &Run| run.losses.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
-        let rows = options.strategies.iter().zip(runs);
+        let rows = job.variants.iter().zip(runs);
+        // Rounding to 16 bits is part of what is computed, so each dtype has its own bits.
+        let same = |equal: &dyn Fn(&Run, &Run) -> bool| {
+            let dtypes: Vec<DType> = job.variants.iter().map(|v| v.communication_dtype).collect();
+            let first = |dtype: DType| dtypes.iter().position(|d| *d == dtype).map(|i| &runs[i][0]);
+            let mut pairs = dtypes.iter().zip(runs);
+            pairs.all(|(dtype, runs)| {
+                let first = first(*dtype);
+                runs.iter().all(|run| first.is_some_and(|f| equal(run, f)))
+            })
+        };
         Self {
             rows: rows
-                .map(|(s, runs)| Row::new(job, s.name(), &runs.iter().collect::<Vec<_>>()))
+                .map(|(variant, runs)| Row::new(job, *variant, &runs.iter().collect::<Vec<_>>()))
                 .collect(),
             losses: first.losses.clone(),
-            same_losses: all().all(|run| bits(run) == bits(first)),
-            same_params: all().all(|run| run.params_sha256 == first.params_sha256),
+            same_losses: same(&|a, b| bits(a) == bits(b)),
+            same_params: same(&|a, b| a.params_sha256 == b.params_sha256),
             options: Settings {
-                ranks: options.ranks,
+                ranks: job.world_size,
                 threads: options.threads,
                 steps: options.steps,
                 warmup: options.warmup,
@@ -162,12 +188,17 @@ impl Report {
         let o = &self.options;
         let mut table: Table = new_table(&[
             "strategy",
+            "overlap",
+            "sent in",
             "tokens/s",
             "step ms",
             "forward",
             "backward",
             "exposed comm.",
+            "reduction",
+            "hidden",
             "optimizer",
+            "sent MiB",
             "peak MiB",
         ]);
         for row in &self.rows {
@@ -176,12 +207,21 @@ impl Report {
                 &mut table,
                 [
                     row.strategy.to_string(),
+                    match row.overlap_comm {
+                        Overlap::On => "on".to_string(),
+                        Overlap::Off => "off".to_string(),
+                    },
+                    row.communication_dtype.to_string(),
                     format!("{:.0}", row.tokens_per_second),
                     ms(row.step_ms),
                     ms(row.forward_ms),
                     ms(row.backward_ms),
                     ms(row.exposed_communication_ms),
+                    ms(row.reduction_ms),
+                    row.hidden_share
+                        .map_or("-".to_string(), |share| format!("{:.0} %", share * 100.0)),
                     ms(row.optimizer_ms),
+                    mib(row.bytes_sent),
                     mib(row.peak_bytes),
                 ],
             );
@@ -210,11 +250,11 @@ impl Report {
                 self.losses.iter().all(|l| l.is_finite()),
             ),
             (
-                "losses of all strategies and rounds are bit-identical in every step".to_string(),
+                "losses of all strategies and rounds are bit-identical in every step, for each communication dtype".to_string(),
                 self.same_losses,
             ),
             (
-                "final parameters of all strategies and rounds are bit-identical".to_string(),
+                "final parameters of all strategies and rounds are bit-identical, for each communication dtype".to_string(),
                 self.same_params,
             ),
         ];

@@ -1,28 +1,64 @@
-//! One strategy's run, and what its steps took.
+//! One variant's run, and what its steps took.
 
 use anyhow::Context;
 use candle_core::Tensor;
 use dp_core::memory::{heap_usage, reset_heap_peak};
-use dp_core::{EngineConfig, LocalReport, Rank, World};
-use dp_zero::Sharding;
+use dp_core::{LocalReport, Rank, World};
+use serde::{Deserialize, Serialize};
 
 use crate::options::Job;
+use crate::variant::Variant;
 
-/// A run of one strategy.
+/// A run of one variant.
 #[derive(Debug, Clone)]
 pub struct Run {
     /// Mean loss over all ranks, per step.
     pub losses: Vec<f64>,
     /// Per rank: all steps but the warm-up.
-    pub times: Vec<Vec<LocalReport>>,
+    pub times: Vec<Vec<StepTimes>>,
     /// Growth of the heap from before the model was made to its peak, of the rank with the greatest.
     pub peak_bytes: u64,
     pub params_sha256: String,
 }
 
-/// Trains the job's model with `sharding` on the ranks of `world`.
-pub fn train(job: &Job, world: &World, sharding: Sharding) -> anyhow::Result<Run> {
-    let ranks: Vec<RankRun> = world.map(|rank| train_rank(job, sharding, &rank))?;
+/// What a step took on one rank, in seconds: parts of its [`LocalReport`].
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct StepTimes {
+    pub total: f64,
+    pub forward: f64,
+    pub backward: f64,
+    pub exposed_communication: f64,
+    pub optimizer: f64,
+    pub reduction: f64,
+    /// `None` where nothing is reduced.
+    pub hidden_share: Option<f64>,
+    pub bytes_sent: u64,
+}
+
+impl From<&LocalReport> for StepTimes {
+    fn from(report: &LocalReport) -> Self {
+        Self {
+            total: report.total.as_secs_f64(),
+            forward: report.forward.as_secs_f64(),
+            backward: report.backward.as_secs_f64(),
+            exposed_communication: report.exposed_communication.as_secs_f64(),
+            optimizer: report.optimizer.as_secs_f64(),
+            reduction: report.reduction.as_secs_f64(),
+            hidden_share: report.hidden_share(),
+            bytes_sent: report.bytes_sent,
+        }
+    }
+}
+
+/// Trains the job's model in one way on the ranks of `world`. All processes get the same.
+pub fn train(job: &Job, world: &World, variant: Variant) -> anyhow::Result<Run> {
+    // What all ranks bring home, once per rank of this process.
+    let runs = world.map(|rank| -> anyhow::Result<(Vec<f64>, Vec<RankRun>)> {
+        let (losses, mine) = train_rank(job, variant, &rank)?;
+        let all = rank.comm().all_gather_object(&mine, "runs of all ranks")?;
+        Ok((losses, all))
+    })?;
+    let (losses, ranks) = runs.into_iter().next().context("a process has a rank")?;
     for (rank, run) in ranks.iter().enumerate() {
         anyhow::ensure!(
             run.params_sha256 == ranks[0].params_sha256,
@@ -30,28 +66,28 @@ pub fn train(job: &Job, world: &World, sharding: Sharding) -> anyhow::Result<Run
         );
     }
     Ok(Run {
-        losses: ranks[0].losses.clone(),
+        losses,
         peak_bytes: ranks.iter().map(|r| r.peak_bytes).max().unwrap_or(0),
         params_sha256: ranks[0].params_sha256.clone(),
         times: ranks.into_iter().map(|r| r.times).collect(),
     })
 }
 
+#[derive(Serialize, Deserialize)]
 struct RankRun {
-    losses: Vec<f64>,
-    times: Vec<LocalReport>,
+    times: Vec<StepTimes>,
     peak_bytes: u64,
     params_sha256: String,
 }
 
-fn train_rank(job: &Job, sharding: Sharding, rank: &Rank) -> anyhow::Result<RankRun> {
+/// The losses, which are those of all ranks, and what is this rank's own.
+fn train_rank(job: &Job, variant: Variant, rank: &Rank) -> anyhow::Result<(Vec<f64>, RankRun)> {
     let heap_before = heap_usage(Some(rank.rank())).current;
     reset_heap_peak(Some(rank.rank()));
     let (store, model) = job.build(rank.device())?;
-    let mut engine = EngineConfig::default();
-    engine.bucket_caps = job.bucket_caps;
+    let engine = variant.engine(job.bucket_caps);
     let optimizer = job.optimizer.clone();
-    let mut trainer = dp_zero::trainer(sharding, store, rank.comm(), optimizer, engine)?;
+    let mut trainer = dp_zero::trainer(variant.sharding, store, rank.comm(), optimizer, engine)?;
 
     let options = &job.options;
     let mut losses = Vec::with_capacity(options.steps);
@@ -64,17 +100,16 @@ fn train_rank(job: &Job, sharding: Sharding, rank: &Rank) -> anyhow::Result<Rank
         let report = trainer.step()?;
         losses.push(report.loss.context("all ranks have samples")?);
         if step >= options.warmup {
-            times.push(*trainer.local_report());
+            times.push(StepTimes::from(trainer.local_report()));
         }
     }
-    Ok(RankRun {
-        losses,
+    let heap_peak = heap_usage(Some(rank.rank())).peak;
+    let run = RankRun {
         times,
-        peak_bytes: heap_usage(Some(rank.rank()))
-            .peak
-            .saturating_sub(heap_before),
+        peak_bytes: heap_peak.saturating_sub(heap_before),
         params_sha256: trainer.store().sha256()?,
-    })
+    };
+    Ok((losses, run))
 }
 
 /// The rank's rows of the global batch of `step`: inputs and targets, `[batch / ranks, context]` each.
