@@ -28,8 +28,10 @@ use mimalloc::MiMalloc;
 use options::{Job, Options};
 use report::{Model, Report};
 
+// ANCHOR: allocator
 #[global_allocator]
 static ALLOCATOR: CountingAllocator<MiMalloc> = CountingAllocator::new(MiMalloc);
+// ANCHOR_END: allocator
 
 fn main() -> ExitCode {
     pages::keep();
