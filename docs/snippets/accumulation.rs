@@ -10,7 +10,7 @@ use dp_core::{
     World,
 };
 use dp_zero::Sharding;
-use task::{build_model, load};
+use task::{NUM_SAMPLES, build_model, load};
 
 type AnyTrainer = Box<dyn Trainer<Optimizer = Sgd>>;
 
@@ -67,7 +67,8 @@ fn same_gradient(rank: &Rank) -> Result<()> {
         let report = step(&mut trainer, &model, &own_samples(rank), micro_batch)?;
         assert_eq!(report.num_micro_batches, 20usize.div_ceil(micro_batch));
         assert_eq!(report.weight, 40.0); // samples on both ranks
-        let (x, y) = load(&[50, 51, 52, 53], rank.device())?;
+        let held_out: Vec<usize> = (NUM_SAMPLES..NUM_SAMPLES + 4).collect();
+        let (x, y) = load(&held_out, rank.device())?;
         losses.push(mse(&model.forward(&x)?, &y)?.to_scalar::<f32>()?);
     }
     // 20, 10 + 10 and 6 + 6 + 6 + 2: the same step but for rounding

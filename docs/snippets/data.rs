@@ -52,7 +52,7 @@ fn go_on() -> Result<()> {
     }
     for rank in 0..4 {
         let after = DistributedSampler::new(10, 4, rank)?.with_shuffle(position.seed);
-        seen.extend(after.indices_after(position.epoch, position.samples as usize));
+        seen.extend(after.indices_after(position.epoch, position.samples));
     }
     seen.sort();
     assert_eq!(seen, (0..10).collect::<Vec<_>>()); // each sample once

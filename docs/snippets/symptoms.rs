@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
+use candle_nn::{Linear, Module, VarBuilder, VarMap, linear, linear_no_bias};
 use dp_core::{
     AdamW, BucketCaps, DdpConfig, DistributedDataParallel, EngineConfig, Error, Loss, NonFinite,
     ParamStore, Rank, Result, Sgd, Trainer, UnusedParameters, VarMapSync, World,
@@ -14,6 +14,9 @@ use dp_core::{
 use dp_zero::{Sharding, ZeroConfig, ZeroOptimizer, ZeroStage};
 
 const EXPECTED: &str = include_str!("symptoms.txt");
+
+/// What a rank does.
+type Mistake = fn(Rank) -> Result<()>;
 
 fn main() -> Result<()> {
     let log = Log::default();
@@ -25,7 +28,7 @@ fn main() -> Result<()> {
         .with_ansi(false)
         .with_max_level(tracing::Level::WARN)
         .init();
-    let mistakes: [(&str, usize, fn(Rank) -> Result<()>); 17] = [
+    let mistakes: [(&str, usize, Mistake); 17] = [
         ("mixed_losses", 2, mixed_losses),
         ("late_variable", 1, late_variable),
         ("no_gradient", 2, no_gradient),
@@ -98,7 +101,7 @@ fn words(text: &str) -> Vec<&str> {
 }
 
 /// What a run of `f` fails with.
-fn failure(name: &str, ranks: usize, f: fn(Rank) -> Result<()>) -> String {
+fn failure(name: &str, ranks: usize, f: Mistake) -> String {
     let world = World::threads(ranks).expect("there are ranks");
     let limit = Duration::from_secs(if name == "timeout" { 1 } else { 60 });
     failure_of(name, world.with_timeout(limit).run(f))
@@ -164,7 +167,7 @@ fn late_variable(rank: Rank) -> Result<()> {
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, rank.device());
     let model = linear(2, 1, vb.pp("out"))?;
     let ddp = VarMapSync::new(&varmap, rank.comm())?;
-    linear(2, 1, vb.pp("head"))?;
+    linear_no_bias(2, 1, vb.pp("head"))?;
     ddp.all_reduce(&mut loss(&model)?.backward()?)
 }
 
