@@ -3,7 +3,7 @@
 usage: check-commands.py [--list] [--build-projects] [--target FOLDER] [PAGE...]      (in the root of the repository)
 
 A command is a line `$ ...` of a block ```console, with the lines that a backslash joins to it. Blocks ```sh and ```bash must
-have such lines, too: a block without any is an error. Commands run in the order of the page, in a copy of the repository whose
+have such lines, too: a block without any is an error, unless it is a script that begins with `#!`. Commands run in the order of the page, in a copy of the repository whose
 target/release is that of FOLDER; `cargo run --release --bin X -- ...` is run as target/release/X, which is what cargo would
 do. Pages begin anew in the root of the copy; files stay from one page to the next.
 
@@ -108,6 +108,8 @@ def blocks_of(page, text):
                 block.commands[-1][2].append(lines[at])
             at += 1
         at += 1
+        if not block.commands and lines[block.line].startswith("#!"):
+            continue  # a file, not a command
         if not block.commands:
             errors.append(f"{page}:{block.line}: no line begins with `$ `; is it a command?")
         found.append(block)
