@@ -7,6 +7,8 @@ mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) use adamw::AdamWFactors;
 pub use deepspeed_schedule::{DeepSpeedSchedule, LrDecay, WarmupType};
 pub use groups::{ParamGroup, ParamGroups};
 pub use schedule::LrSchedule;

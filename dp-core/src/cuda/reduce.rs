@@ -1,0 +1,91 @@
+//! Collectives of ranks that share one device: their buffers are slices of the same memory.
+
+use std::ops::Range;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaViewMut, DevicePtrMut, DeviceRepr};
+
+use super::args::{MAX_RANKS, ReduceArgs, op_code};
+use super::kernels::{Kernels, same_len};
+use super::sources::Kernel;
+use crate::buffer::Element;
+use crate::comm::ReduceOp;
+use crate::error::{Error, Result};
+
+impl Kernels {
+    /// Reduces the slices of all ranks element by element, in rank order, and writes the results to the ranks `outputs`. f16 and
+    /// bf16 are added in f32 and rounded once. All slices have the same length and do not overlap.
+    ///
+    /// All-reduce: the whole buffers, and all ranks as outputs. Reduce-scatter: for each rank `r` its slice of all buffers, and
+    /// `r..r + 1`. One call serves all ranks; the others' streams must wait for it before they touch their buffers.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for no rank or more than [`MAX_RANKS`], if lengths differ, and for the mean of integers;
+    /// [`Error::Cuda`] if the driver refuses.
+    pub fn reduce<T: Element + DeviceRepr>(
+        &self,
+        ranks: &mut [CudaViewMut<'_, T>],
+        outputs: Range<usize>,
+        op: ReduceOp,
+    ) -> Result<()> {
+        let world_size = ranks.len();
+        if world_size == 0 || world_size > MAX_RANKS || outputs.end > world_size {
+            let message = format!(
+                "reduce of {world_size} ranks to ranks {outputs:?}: 1 to {MAX_RANKS} ranks can share a device"
+            );
+            return Err(Error::invalid("ranks on one device", message));
+        }
+        let is_float = T::DTYPE.is_float();
+        if op == ReduceOp::Mean && !is_float {
+            let message = format!("the mean of {} is no integer", T::DTYPE.as_str());
+            return Err(Error::invalid("reduction", message));
+        }
+        let len = ranks[0].len();
+        for rank in ranks.iter() {
+            same_len("reduce", len, rank.len())?;
+        }
+        let stream = self.stream();
+        let slices: Vec<_> = ranks.iter_mut().map(|r| r.device_ptr_mut(stream)).collect();
+        let mut addresses = [0; MAX_RANKS];
+        for (address, (slice, _)) in addresses.iter_mut().zip(&slices) {
+            *address = *slice;
+        }
+        let args = ReduceArgs {
+            ranks: addresses,
+            len: len as u64,
+            world_size: world_size as u32,
+            first_output: outputs.start as u32,
+            end_output: outputs.end as u32,
+            op: op_code(op),
+        };
+        let kernel = Kernel::of("reduce", T::DTYPE);
+        // SAFETY: each rank's slice has `len` elements; exclusive views of different slices do not overlap; the guards live
+        // until the launch is recorded.
+        unsafe { self.launch(kernel, len, &args) }
+    }
+
+    /// Copies the slice of the rank `source` to all others. All have the same length.
+    ///
+    /// Broadcast: the whole buffers. All-gather: for each rank `r` its slice of all buffers, from `r`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such rank or lengths differ; [`Error::Cuda`] if the driver refuses.
+    pub fn broadcast<T: DeviceRepr>(
+        &self,
+        ranks: &mut [CudaViewMut<'_, T>],
+        source: usize,
+    ) -> Result<()> {
+        if source >= ranks.len() {
+            let message = format!("broadcast from rank {source} of {}", ranks.len());
+            return Err(Error::invalid("ranks on one device", message));
+        }
+        let (before, rest) = ranks.split_at_mut(source);
+        let Some((from, after)) = rest.split_first_mut() else {
+            return Ok(());
+        };
+        let from = from.as_view();
+        for to in before.iter_mut().chain(after) {
+            self.copy(&from, to)?;
+        }
+        Ok(())
+    }
+}
