@@ -4,7 +4,7 @@
 //! wrong, and a test can hand the same bytes to the same source compiled for the host.
 
 use crate::comm::ReduceOp;
-use crate::optim::{AdamW, AdamWFactors, Sgd};
+use crate::optim::{AdamWFactors, SgdFactors};
 
 /// Most ranks whose buffers one kernel reduces: their addresses are part of its arguments.
 pub(crate) const MAX_RANKS: usize = 64;
@@ -33,42 +33,11 @@ pub(super) struct AdamWArgs {
     pub factors: AdamWFactors,
 }
 
-impl AdamWArgs {
-    pub fn new(adamw: &AdamW, step: u64, grad_scale: f32, flat: Flat) -> Self {
-        let factors = adamw.factors(step, grad_scale);
-        Self { flat, factors }
-    }
-}
-
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SgdArgs {
     pub flat: Flat,
-    pub lr: f32,
-    pub decay: f32,
-    pub momentum: f32,
-    /// `1 - dampening`
-    pub keep: f32,
-    pub grad_scale: f32,
-    /// 1 at the parameter's first step, else 0.
-    pub first: u32,
-    /// 1 or 0.
-    pub nesterov: u32,
-}
-
-impl SgdArgs {
-    pub fn new(sgd: &Sgd, step: u64, grad_scale: f32, flat: Flat) -> Self {
-        Self {
-            flat,
-            lr: sgd.lr as f32,
-            decay: sgd.weight_decay as f32,
-            momentum: sgd.momentum as f32,
-            keep: (1.0 - sgd.dampening) as f32,
-            grad_scale,
-            first: u32::from(step == 1),
-            nesterov: u32::from(sgd.nesterov),
-        }
-    }
+    pub factors: SgdFactors,
 }
 
 /// From one slice to another.

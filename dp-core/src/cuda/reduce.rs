@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
+use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::{CudaViewMut, DevicePtrMut, DeviceRepr};
+use smallvec::SmallVec;
 
 use super::args::{MAX_RANKS, ReduceArgs, op_code};
 use super::kernels::{Kernels, same_len};
@@ -27,6 +29,35 @@ impl Kernels {
         outputs: Range<usize>,
         op: ReduceOp,
     ) -> Result<()> {
+        let len = ranks.first().map_or(0, |rank| rank.len());
+        for rank in ranks.iter() {
+            same_len("reduce", len, rank.len())?;
+        }
+        let stream = self.stream();
+        let slices: SmallVec<[_; 8]> = ranks.iter_mut().map(|r| r.device_ptr_mut(stream)).collect();
+        let addresses: SmallVec<[u64; 8]> = slices.iter().map(|(address, _)| *address).collect();
+        // SAFETY: each rank's slice has `len` elements; exclusive views do not overlap; the guards live until the launch is
+        // recorded.
+        unsafe { self.reduce_at(T::DTYPE, &addresses, len, outputs, op) }
+    }
+
+    /// [`reduce`](Self::reduce) of `len` elements of `dtype` at the device addresses of all ranks, for callers that order the
+    /// streams themselves.
+    ///
+    /// # Errors
+    /// As [`reduce`](Self::reduce).
+    ///
+    /// # Safety
+    /// The addresses are aligned for `dtype` and valid for reads and writes of `len` elements on this stream, from this call
+    /// until the kernel has run; they do not overlap, and nobody else accesses them meanwhile.
+    pub unsafe fn reduce_at(
+        &self,
+        dtype: DType,
+        ranks: &[u64],
+        len: usize,
+        outputs: Range<usize>,
+        op: ReduceOp,
+    ) -> Result<()> {
         let world_size = ranks.len();
         if world_size == 0 || world_size > MAX_RANKS || outputs.end > world_size {
             let message = format!(
@@ -34,21 +65,12 @@ impl Kernels {
             );
             return Err(Error::invalid("ranks on one device", message));
         }
-        let is_float = T::DTYPE.is_float();
-        if op == ReduceOp::Mean && !is_float {
-            let message = format!("the mean of {} is no integer", T::DTYPE.as_str());
+        if op == ReduceOp::Mean && !dtype.is_float() {
+            let message = format!("the mean of {} is no integer", dtype.as_str());
             return Err(Error::invalid("reduction", message));
         }
-        let len = ranks[0].len();
-        for rank in ranks.iter() {
-            same_len("reduce", len, rank.len())?;
-        }
-        let stream = self.stream();
-        let slices: Vec<_> = ranks.iter_mut().map(|r| r.device_ptr_mut(stream)).collect();
         let mut addresses = [0; MAX_RANKS];
-        for (address, (slice, _)) in addresses.iter_mut().zip(&slices) {
-            *address = *slice;
-        }
+        addresses[..world_size].copy_from_slice(ranks);
         let args = ReduceArgs {
             ranks: addresses,
             len: len as u64,
@@ -57,10 +79,8 @@ impl Kernels {
             end_output: outputs.end as u32,
             op: op_code(op),
         };
-        let kernel = Kernel::of("reduce", T::DTYPE);
-        // SAFETY: each rank's slice has `len` elements; exclusive views of different slices do not overlap; the guards live
-        // until the launch is recorded.
-        unsafe { self.launch(kernel, len, &args) }
+        // SAFETY: the caller's promise; the kernel reads and writes `len` elements of each rank.
+        unsafe { self.launch(Kernel::of("reduce", dtype), len, &args) }
     }
 
     /// Copies the slice of the rank `source` to all others. All have the same length.

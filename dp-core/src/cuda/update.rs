@@ -9,59 +9,55 @@ use super::args::{AdamWArgs, Flat, SgdArgs};
 use super::kernels::{CudaFloat, Kernels, same_len};
 use super::sources::Kernel;
 use crate::error::{Error, Result};
-use crate::optim::{AdamW, Sgd};
+use crate::optim::{AdamWFactors, SgdFactors};
 
 /// The elements of one parameter that a rank updates: slices of equal length. `G` is the dtype of gradients, `P` that of the
 /// parameter.
 pub(crate) struct Update<'a, 'v, G, P> {
-    /// The parameter's number of updates, counted from 1 with this one.
-    pub step: u64,
     /// The f32 parameter itself, or the f32 master of a 16-bit one.
     pub values: &'a mut CudaViewMut<'v, f32>,
     /// The 16-bit parameter, which becomes `values` rounded; `None` (and any `P`) for a f32 parameter.
     pub rounded: Option<&'a mut CudaViewMut<'v, P>>,
-    /// The reduced gradient. It counts as `grad / divisor * grad_scale`, in f32.
+    /// The reduced gradient. It counts as `grad / divisor`, in f32, times the factors' `grad_scale`.
     pub grad: &'a CudaView<'v, G>,
     /// What is left to divide by, not 0: total weight over the number of ranks, times the loss scale.
     pub divisor: f32,
-    /// The factor of gradient clipping; 1 for none.
-    pub grad_scale: f32,
     /// f32 optimizer state in the order of [`Optimizer::state_names`](crate::Optimizer::state_names), or more.
     pub state: &'a mut [CudaViewMut<'v, f32>],
 }
 
 impl Kernels {
-    /// [`Optimizer::update`](crate::Optimizer::update) of [`AdamW`]; two states.
+    /// [`Optimizer::update`](crate::Optimizer::update) of [`AdamW`](crate::AdamW), whose `factors` these are; two states.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if lengths differ or states are missing; [`Error::Cuda`] if the driver refuses.
     pub fn adamw<G: CudaFloat, P: CudaFloat>(
         &self,
-        adamw: &AdamW,
+        factors: AdamWFactors,
         update: Update<'_, '_, G, P>,
     ) -> Result<()> {
-        let (step, scale, len) = (update.step, update.grad_scale, update.grad.len());
+        let len = update.grad.len();
         self.with_flat(update, "adamw", 2, |flat| {
-            let args = AdamWArgs::new(adamw, step, scale, flat);
+            let args = AdamWArgs { flat, factors };
             let kernel = Kernel::of_pair("adamw", G::DTYPE, P::DTYPE);
             // SAFETY: `with_flat` has checked the slices, and keeps their guards until the launch is recorded.
             unsafe { self.launch(kernel, len, &args) }
         })
     }
 
-    /// [`Optimizer::update`](crate::Optimizer::update) of [`Sgd`]; one state with momentum, none without.
+    /// [`Optimizer::update`](crate::Optimizer::update) of [`Sgd`](crate::Sgd), whose `factors` these are; one state with momentum, none without.
     ///
     /// # Errors
     /// As [`adamw`](Self::adamw).
     pub fn sgd<G: CudaFloat, P: CudaFloat>(
         &self,
-        sgd: &Sgd,
+        factors: SgdFactors,
         update: Update<'_, '_, G, P>,
     ) -> Result<()> {
-        let (step, scale, len) = (update.step, update.grad_scale, update.grad.len());
-        let num_states = usize::from(sgd.momentum as f32 != 0.0);
+        let len = update.grad.len();
+        let num_states = usize::from(factors.momentum != 0.0);
         self.with_flat(update, "sgd", num_states, |flat| {
-            let args = SgdArgs::new(sgd, step, scale, flat);
+            let args = SgdArgs { flat, factors };
             let kernel = Kernel::of_pair("sgd", G::DTYPE, P::DTYPE);
             // SAFETY: `with_flat` has checked the slices, and keeps their guards until the launch is recorded.
             unsafe { self.launch(kernel, len, &args) }

@@ -13,6 +13,8 @@ pub use deepspeed_schedule::{DeepSpeedSchedule, LrDecay, WarmupType};
 pub use groups::{ParamGroup, ParamGroups};
 pub use schedule::LrSchedule;
 pub use sgd::Sgd;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) use sgd::SgdFactors;
 
 use crate::error::Result;
 

@@ -3,6 +3,10 @@
 // Types are named as Rust names them. Conversions are in integers, not the hardware's, because these give a NaN other bits than
 // the host does. Nothing here needs CUDA's headers, which are not there when a program runs.
 
+// Once, where several sources are compiled as one.
+#ifndef COMMON
+#define COMMON
+
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -128,3 +132,5 @@ struct Flat {
     u64 len;
     f32 divisor;
 };
+
+#endif

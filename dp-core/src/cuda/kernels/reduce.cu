@@ -29,26 +29,21 @@ template <> struct Accumulator<bf16> {
 __device__ inline i64 plus(i64 a, i64 b) { return (i64)((u64)a + (u64)b); }
 template <class A> __device__ inline A plus(A a, A b) { return a + b; }
 
-struct Sum {
-    template <class A> __device__ static A combine(A a, A b) { return plus(a, b); }
-    template <class A> __device__ static A finish(A a, u32) { return a; }
-};
-// Of floats; integers are refused before.
-struct Mean {
-    template <class A> __device__ static A combine(A a, A b) { return plus(a, b); }
-    template <class A> __device__ static A finish(A a, u32 world_size) { return a / (A)world_size; }
-};
-// A NaN is unequal to itself, and wins.
-struct Max {
-    template <class A> __device__ static A combine(A a, A b) { return a != a || a > b ? a : b; }
-    template <class A> __device__ static A finish(A a, u32) { return a; }
-};
-struct Min {
-    template <class A> __device__ static A combine(A a, A b) { return a != a || a < b ? a : b; }
-    template <class A> __device__ static A finish(A a, u32) { return a; }
-};
+// As the host numbers them.
+enum { SUM, MEAN, MAX, MIN };
 
-template <class T, class Op> __device__ inline void reduce_by(const ReduceArgs &a) {
+// A NaN is unequal to itself, and wins.
+template <class A> __device__ inline A combine(u32 op, A a, A b) {
+    if (op == MAX) {
+        return a != a || a > b ? a : b;
+    }
+    if (op == MIN) {
+        return a != a || a < b ? a : b;
+    }
+    return plus(a, b);
+}
+
+template <class T> __device__ inline void reduce(const ReduceArgs &a) {
     typedef Accumulator<T> Acc;
     typedef typename Acc::type A;
     for (u64 i = first_element(); i < a.len; i += grid_stride()) {
@@ -60,24 +55,16 @@ template <class T, class Op> __device__ inline void reduce_by(const ReduceArgs &
         for (u32 rank = 1; rank < a.world_size; rank++) {
             x = load((const T *)a.ranks[rank], i, a.len);
             for (int k = 0; k < WIDTH; k++) {
-                sum[k] = Op::template combine<A>(sum[k], Acc::to(x.at[k]));
+                sum[k] = combine<A>(a.op, sum[k], Acc::to(x.at[k]));
             }
         }
         for (int k = 0; k < WIDTH; k++) {
-            x.at[k] = Acc::from(Op::template finish<A>(sum[k], a.world_size));
+            // Of floats: the mean of integers is refused before.
+            x.at[k] = Acc::from(a.op == MEAN ? sum[k] / (A)a.world_size : sum[k]);
         }
         for (u32 rank = a.first_output; rank < a.end_output; rank++) {
             store((T *)a.ranks[rank], i, a.len, x);
         }
-    }
-}
-
-template <class T> __device__ inline void reduce(const ReduceArgs &a) {
-    switch (a.op) {
-    case 0: reduce_by<T, Sum>(a); break;
-    case 1: reduce_by<T, Mean>(a); break;
-    case 2: reduce_by<T, Max>(a); break;
-    default: reduce_by<T, Min>(a); break;
     }
 }
 
