@@ -28,6 +28,9 @@
 mod args;
 mod sources;
 
+#[cfg(test)]
+mod tests;
+
 #[cfg(feature = "cuda")]
 mod compile;
 #[cfg(feature = "cuda")]
