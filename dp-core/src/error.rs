@@ -192,6 +192,17 @@ pub enum Error {
         message: String,
     },
 
+    /// A call of the CUDA driver failed, or a kernel was not compiled.
+    #[error("CUDA device {device}: {call} failed: {message}")]
+    Cuda {
+        /// The device's number.
+        device: usize,
+        /// The driver's function, or `NVRTC`.
+        call: &'static str,
+        /// The driver's own message, or the compiler's log.
+        message: String,
+    },
+
     /// Reading or writing a file failed.
     #[error("{}: {message}", path.display())]
     File {
@@ -248,6 +259,16 @@ impl Error {
     /// Shorthand for [`Error::Misuse`].
     pub fn misuse(call: &'static str, message: impl fmt::Display) -> Self {
         Self::Misuse {
+            call,
+            message: message.to_string(),
+        }
+    }
+
+    /// Shorthand for [`Error::Cuda`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn cuda(device: usize, call: &'static str, message: impl fmt::Display) -> Self {
+        Self::Cuda {
+            device,
             call,
             message: message.to_string(),
         }

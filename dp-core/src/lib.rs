@@ -60,6 +60,12 @@ mod store;
 
 mod precision;
 
+// The kernels' sources are tested on the host, too.
+#[cfg(any(test, feature = "cuda"))]
+// Until buffers, parameters and collectives use all of it.
+#[allow(dead_code, unused_imports)]
+pub(crate) mod cuda;
+
 pub mod bucket;
 mod buffer_pool;
 mod loss;

@@ -8,7 +8,7 @@ use std::ops::Range;
 use candle_core::DType;
 
 use crate::bucket::{Bucket, BucketLayout};
-use crate::buffer::{Buffer, Element};
+use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::memory::{Category, Ledger};
 use crate::param::{Param, with_values};
@@ -69,14 +69,7 @@ impl Masters {
                 let masters = &mut masters[segment.in_owned];
                 let tensor = params[segment.param_idx].tensor();
                 with_trainable!(bucket.dtype, T => {
-                    with_values(tensor, |values: &[T]| {
-                        for (master, value) in masters.iter_mut().zip(&values[segment.in_param]) {
-                            let (rounded, value) = (T::from_acc(*master).to_acc(), value.to_acc());
-                            if !same(&rounded, &value) {
-                                *master = value;
-                            }
-                        }
-                    })
+                    with_values(tensor, |values: &[T]| refresh_altered(masters, &values[segment.in_param]))
                 })?;
             }
         }
@@ -131,7 +124,18 @@ impl Masters {
     }
 }
 
-fn are_rounded<T: Trainable>(masters: &[f32], values: &[T]) -> bool {
+/// Makes the masters of those `values` that are not their masters rounded what these are.
+pub(crate) fn refresh_altered<T: Trainable>(masters: &mut [f32], values: &[T]) {
+    for (master, value) in masters.iter_mut().zip(values) {
+        let (rounded, value) = (T::from_acc(*master).to_acc(), value.to_acc());
+        if !same(&rounded, &value) {
+            *master = value;
+        }
+    }
+}
+
+/// True if all `values` are their masters rounded.
+pub(crate) fn are_rounded<T: Trainable>(masters: &[f32], values: &[T]) -> bool {
     let (mut rounded, mut wide) = ([0f32; CHUNK], [0f32; CHUNK]);
     let mut sixteen = [T::ZERO; CHUNK];
     masters

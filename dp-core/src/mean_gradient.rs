@@ -19,11 +19,16 @@ pub(crate) struct MeanGradient<'a> {
 impl<'a> MeanGradient<'a> {
     pub fn of(strategy: &'a dyn Strategy, bucket: usize, divisor: f32) -> Result<Self> {
         let (buffer, owned) = strategy.gradient(bucket)?;
-        Ok(Self {
+        Ok(Self::new(buffer, owned, divisor))
+    }
+
+    /// Elements `owned` of `buffer`, each over `divisor`.
+    pub fn new(buffer: &'a Buffer, owned: Range<usize>, divisor: f32) -> Self {
+        Self {
             buffer,
             owned,
             divisor,
-        })
+        }
     }
 
     /// All of it.

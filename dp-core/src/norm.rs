@@ -78,13 +78,23 @@ pub(crate) fn global_norm(
             *limb = i64::from((sum >> (32 * i)) as u32);
         }
         let limbs = buffers.limbs.insert(comm.start(request, limbs)?.wait()?);
-        let limbs = limbs.as_slice::<i64>()?.iter().enumerate();
-        sum = limbs.map(|(i, limb)| (*limb as u128) << (32 * i)).sum();
+        sum = sum_of_limbs(limbs.as_slice()?);
     }
+    Ok(l2_norm(max, sum))
+}
+
+/// The L2 norm of elements whose greatest absolute value is `max` and whose scaled squares add up to `sum`.
+pub(crate) fn l2_norm(max: f32, sum: u128) -> f64 {
     if !max.is_finite() {
-        return Ok(f64::from(max));
+        return f64::from(max);
     }
-    Ok((sum as f64 * 2f64.powi(-62)).sqrt() * 2f64.powi(exponent))
+    (sum as f64 * 2f64.powi(-62)).sqrt() * 2f64.powi(exponent_above(max))
+}
+
+/// The number whose limbs of 32 bits these are. Limbs may be sums, and exceed 32 bits.
+pub(crate) fn sum_of_limbs(limbs: &[i64]) -> u128 {
+    let limbs = limbs.iter().enumerate();
+    limbs.map(|(i, limb)| (*limb as u128) << (32 * i)).sum()
 }
 
 /// The factor by which gradients of `norm` are multiplied, so that the norm becomes at most `max_norm`:

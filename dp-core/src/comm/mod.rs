@@ -42,6 +42,8 @@ use crate::error::{Error, Result};
 #[cfg(feature = "mpi")]
 pub(crate) use mpi::MpiGroup;
 pub(crate) use naive::naive_group;
+#[cfg(test)]
+pub(crate) use naive::reduce_one;
 pub(crate) use rendezvous::{GroupControl, Patience};
 pub(crate) use shared::shared_group;
 pub(crate) use timed::{CommClock, TimedComm};

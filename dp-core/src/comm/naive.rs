@@ -173,7 +173,7 @@ fn fill<T: Element>(collective: Collective, rank: usize, copies: &[&[T]], out: &
     }
 }
 
-fn reduce_one<T: Element>(op: ReduceOp, copies: &[&[T]], i: usize) -> T {
+pub(crate) fn reduce_one<T: Element>(op: ReduceOp, copies: &[&[T]], i: usize) -> T {
     let mut acc = copies[0][i].to_acc();
     for copy in &copies[1..] {
         let x = copy[i].to_acc();

@@ -49,10 +49,29 @@ impl AdamW {
             ..Self::default()
         }
     }
+
+    /// For the update number `step` of a parameter, counted from 1, whose gradient is multiplied by `grad_scale`.
+    pub(crate) fn factors(&self, step: u64, grad_scale: f32) -> AdamWFactors {
+        let t = i32::try_from(step).unwrap_or(i32::MAX);
+        AdamWFactors {
+            decay: (1.0 - self.lr * self.weight_decay) as f32,
+            beta1: self.beta1 as f32,
+            beta2: self.beta2 as f32,
+            rest1: (1.0 - self.beta1) as f32,
+            rest2: (1.0 - self.beta2) as f32,
+            correction1: (1.0 / (1.0 - self.beta1.powi(t))) as f32,
+            correction2: (1.0 / (1.0 - self.beta2.powi(t))) as f32,
+            lr: self.lr as f32,
+            eps: self.eps as f32,
+            grad_scale,
+        }
+    }
 }
 
-/// What all elements of an update have in common.
-struct Factors {
+/// What all elements of an update have in common. CUDA kernels take it as it lies in memory.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AdamWFactors {
     decay: f32,
     beta1: f32,
     beta2: f32,
@@ -67,7 +86,7 @@ struct Factors {
 
 /// Rust contracts nothing to fused operations, so all versions give the same bits.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
-fn update(f: &Factors, values: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32]) {
+fn update(f: &AdamWFactors, values: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32]) {
     // One length for all slices lets the compiler drop the bounds checks.
     let n = values.len();
     let (grad, m, v) = (&grad[..n], &mut m[..n], &mut v[..n]);
@@ -101,19 +120,7 @@ impl Optimizer for AdamW {
         let [exp_avg, exp_avg_sq, ..] = state else {
             unreachable!("AdamW names two states, so its caller passes two");
         };
-        let t = i32::try_from(step).unwrap_or(i32::MAX);
-        let factors = Factors {
-            decay: (1.0 - self.lr * self.weight_decay) as f32,
-            beta1: self.beta1 as f32,
-            beta2: self.beta2 as f32,
-            rest1: (1.0 - self.beta1) as f32,
-            rest2: (1.0 - self.beta2) as f32,
-            correction1: (1.0 / (1.0 - self.beta1.powi(t))) as f32,
-            correction2: (1.0 / (1.0 - self.beta2.powi(t))) as f32,
-            lr: self.lr as f32,
-            eps: self.eps as f32,
-            grad_scale,
-        };
+        let factors = self.factors(step, grad_scale);
         update(&factors, values, grad, exp_avg, exp_avg_sq);
     }
 

@@ -7,10 +7,14 @@ mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) use adamw::AdamWFactors;
 pub use deepspeed_schedule::{DeepSpeedSchedule, LrDecay, WarmupType};
 pub use groups::{ParamGroup, ParamGroups};
 pub use schedule::LrSchedule;
 pub use sgd::Sgd;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) use sgd::SgdFactors;
 
 use crate::error::Result;
 

@@ -36,6 +36,35 @@ impl Sgd {
             nesterov: false,
         }
     }
+
+    /// For the update number `step` of a parameter, counted from 1, whose gradient is multiplied by `grad_scale`.
+    pub(crate) fn factors(&self, step: u64, grad_scale: f32) -> SgdFactors {
+        SgdFactors {
+            lr: self.lr as f32,
+            decay: self.weight_decay as f32,
+            momentum: self.momentum as f32,
+            keep: (1.0 - self.dampening) as f32,
+            grad_scale,
+            first: u32::from(step == 1),
+            nesterov: u32::from(self.nesterov),
+        }
+    }
+}
+
+/// What all elements of an update have in common. CUDA kernels take it as it lies in memory.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SgdFactors {
+    lr: f32,
+    decay: f32,
+    pub momentum: f32,
+    /// `1 - dampening`
+    keep: f32,
+    grad_scale: f32,
+    /// 1 at the parameter's first step, else 0.
+    first: u32,
+    /// 1 or 0.
+    nesterov: u32,
 }
 
 impl Optimizer for Sgd {
@@ -59,30 +88,30 @@ impl Optimizer for Sgd {
         grad_scale: f32,
         state: &mut [&mut [f32]],
     ) {
-        let (lr, decay) = (self.lr as f32, self.weight_decay as f32);
+        let f = self.factors(step, grad_scale);
         let gradient = |g: f32, w: f32| {
-            let g = g * grad_scale;
-            if decay == 0.0 { g } else { g + decay * w }
+            let g = g * f.grad_scale;
+            if f.decay == 0.0 { g } else { g + f.decay * w }
         };
-        let (momentum, keep) = (self.momentum as f32, (1.0 - self.dampening) as f32);
-        if momentum == 0.0 {
+        if f.momentum == 0.0 {
             for (w, g) in values.iter_mut().zip(grad) {
-                *w -= gradient(*g, *w) * lr;
+                *w -= gradient(*g, *w) * f.lr;
             }
             return;
         }
         let [buffer, ..] = state else {
             unreachable!("SGD with momentum names one state, so its caller passes one");
         };
+        let (first, nesterov) = (f.first == 1, f.nesterov == 1);
         for ((w, g), b) in values.iter_mut().zip(grad).zip(buffer.iter_mut()) {
             let g = gradient(*g, *w);
-            *b = if step == 1 {
+            *b = if first {
                 g
             } else {
-                *b * momentum + g * keep
+                *b * f.momentum + g * f.keep
             };
-            let direction = if self.nesterov { g + momentum * *b } else { *b };
-            *w -= direction * lr;
+            let direction = if nesterov { g + f.momentum * *b } else { *b };
+            *w -= direction * f.lr;
         }
     }
 
