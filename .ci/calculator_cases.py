@@ -135,6 +135,8 @@ REFUSED = [
     ({**GPT, "card": "80 apples"}, "card", 'expected a size such as 80GiB, 24GB or 512MiB, got "80 apples"'),
     ({**GPT, "card": "1.5"}, "card", "expected a size"),
     ({**GPT, "card": "0GiB"}, "card", "must be at least 1 byte"),
+    ({**GPT, "card": "16EiB"}, "card", "must be less than 16 EiB"),
+    ({**GPT, "card": "99999999999999999999PB"}, "card", "must be less than 16 EiB"),
     ({**COUNT, "params": "7.5X"}, "params", 'expected a count such as 7.5B, 350M, 1T or 120000, got "7.5X"'),
     ({**COUNT, "params": "0"}, "params", "must be at least 1"),
     ({**COUNT, "params": "1001T"}, "params", "must be at most 1000T"),
@@ -142,6 +144,8 @@ REFUSED = [
     ({**COUNT, "layers": "12"}, None, "layers belongs to a shape, and params is a count"),
     ({**GPT, "hidden": "176"}, None, "hidden is not of the gpt2 shape"),
     ({**GPT, "architecture": "bert"}, None, 'architecture: expected gpt2 or llama, got "bert"'),
+    # A name that every object of JavaScript has.
+    ({**GPT, "architecture": "toString"}, None, 'architecture: expected gpt2 or llama, got "toString"'),
     ({**GPT, "colour": "red"}, None, "colour: this page knows no such key"),
     ({key: text for key, text in GPT.items() if key != "vocab"}, "vocab", "is missing"),
     ({key: text for key, text in LLAMA.items() if key != "hidden"}, "hidden", "is missing"),

@@ -26,7 +26,7 @@
         const architecture = texts.get("architecture") ?? "gpt2";
         const isCount = texts.has("params");
         const kind = isCount ? "count" : architecture;
-        const isKnown = architecture in dpSettings.SUBJECTS && architecture !== "count";
+        const isKnown = ["gpt2", "llama"].includes(architecture);
         if (!isKnown) {
             problems.push(`architecture: expected gpt2 or llama, got "${architecture}"`);
         }

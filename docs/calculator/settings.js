@@ -10,6 +10,7 @@ const dpSettings = (() => {
     const MOST_TOKENS = 1n << 26n;
     const MOST_PARAMETERS = 100_000_000_000_000n;
     const MOST_COUNTED = 1_000_000_000_000_000n; // dp_examples::sizes
+    const MOST_BYTES = (1n << 64n) - 1n; // dp_examples::sizes: what no longer fits into 64 bits
 
     const DTYPES = ["f32", "bf16", "f16"];
     // Which choice each key allows. An empty text is the default.
@@ -89,6 +90,9 @@ const dpSettings = (() => {
         const value = isWhole ? BigInt(parts[1]) * factor : BigInt(Math.trunc(Number(parts[1]) * Number(factor)));
         if (value === 0n) {
             throw new Wrong("must be at least 1 byte");
+        }
+        if (value >= MOST_BYTES) {
+            throw new Wrong("must be less than 16 EiB");
         }
         return value;
     }

@@ -42,6 +42,8 @@ pub fn count(text: &str) -> Result<u64, String> {
 pub fn bytes(text: &str) -> Result<u64, String> {
     match text.parse::<ByteSize>() {
         Ok(ByteSize(0)) => Err("must be at least 1 byte".to_string()),
+        // What is more than 64 bits hold becomes the most that they do.
+        Ok(ByteSize(u64::MAX)) => Err("must be less than 16 EiB".to_string()),
         Ok(ByteSize(bytes)) => Ok(bytes),
         Err(_) => Err("expected a size such as 80GiB, 24GB or 512MiB".to_string()),
     }
@@ -89,7 +91,16 @@ mod tests {
         assert_eq!(bytes("80GiB"), Ok(80 << 30));
         assert_eq!(bytes("80 GB"), Ok(80_000_000_000));
         assert_eq!(bytes("1.5MiB"), Ok(3 << 19));
-        for text in ["80 apples", "0GiB", "-80GiB", "GiB", "NaN", "infGB"] {
+        for text in [
+            "80 apples",
+            "0GiB",
+            "-80GiB",
+            "GiB",
+            "NaN",
+            "infGB",
+            "16EiB",
+            "99EB",
+        ] {
             assert!(bytes(text).is_err(), "{text}");
         }
     }
