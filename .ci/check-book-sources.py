@@ -9,8 +9,9 @@ usage: check-book-sources.py      (in the root of the repository)
 2. Blocks begin with ``` and one of LANGUAGES. Lines `$ ...` stand in blocks whose commands are run, which are not indented.
 3. In the text, `Type::name`, where Type is one of this project, `crate::path` of its crates and `trainer.name(...)` are names that
    its sources define: those of a type in its own declaration, in its `impl`s or in its traits.
-4. A row of a table whose first column is a `message` quotes one of this project's, unless the row says whose it is.
-5. Every page is in SUMMARY.md. Links of the repository's own pages lead to files and headings that are there.
+4. Options `--name`, keys such as `run.steps`, files such as `docs/book.toml` and the keys of ```json blocks exist.
+5. A row of a table whose first column is a `message` quotes one of this project's, unless the row says whose it is.
+6. Every page is in SUMMARY.md. Links of the repository's own pages lead to files and headings that are there.
 """
 
 import functools
@@ -40,6 +41,15 @@ FILES = ["html", "json", "rs"]
 OF_THE_SYSTEM = "No such file or directory"
 # Methods that derived traits have, and the ones that all errors have.
 DERIVED = {"Default": "default", "Clone": "clone"}
+SECTIONS = ["run", "data", "model", "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "data_types", "tensorboard"]
+# Sections are named by these, too; `model.safetensors` is a file, `model.parameters` and the like are Python, `data.epoch` is of a manifest.
+NO_KEYS = ["type", "safetensors", "index", "json", "rs", "parameters", "zero_grad", "param_groups", "step", "epoch", "samples", "seed"]
+# Of cargo, mpirun, srun, torchrun and .ci/two-hosts.sh.
+OTHER_OPTIONS = set(
+    "release bin bench test workspace features all-targets nproc-per-node nnodes node-rank master-addr no-python host bind-to map-by"
+    " tag-output oversubscribe allow-run-as-root cpus-per-task ntasks-per-node logdir quiet check help locked list lib"
+    " no-deps rate".split()
+)
 DEFINES = r"\b(?:fn|struct|enum|trait|type|const|static|mod)\s+{0}\b|^\s*(?:pub )?{0}\s*(?::(?!:)|[({{,])|\bpub use [^;]*\b{0}\b"
 
 
@@ -119,12 +129,37 @@ class Api:
     def says(self, message):
         """Whether a message of the sources has the words of this one, between its numbers and names."""
         for piece in re.split(r"\[\.\.\.\]|\d+\w*|[=:;]", message.removesuffix(OF_THE_SYSTEM)):
-            words = piece.split()
-            length = 2 if len(words) == 3 else 3  # one of three words may be a name
-            runs = (" ".join(words[i : i + length]) for i in range(len(words) - length + 1))
-            if len(words) >= 3 and not any(run in self.literals for run in runs):
+            words = [re.escape(word) for word in piece.split()]
+            # One word may stand where the source has a `{name}`.
+            like = [words, *([*words[:i], r"\{[^}]*\}\S*", *words[i + 1 :]] for i in range(len(words)))]
+            if len(words) >= 3 and not any(re.search(" ".join(way), self.literals) for way in like):
                 return False
         return True
+
+
+class Words:
+    """Options of the programs, keys of configurations and fields, found by text."""
+
+    def __init__(self, api):
+        programs = "\n".join(p.read_text(encoding="utf-8") for p in sorted(Path("examples/src").rglob("*.rs")))
+        self.all = set(re.findall(r"\w+", api.text + programs))
+        fields = set(re.findall(r"^\s+(?:pub(?:\([^)]*\))? )?(\w+): ", programs, re.M))
+        self.options = {name.replace("_", "-") for name in fields} | set(re.findall(r'long = "([\w-]+)"', programs))
+        reference = (SOURCES / "config-reference.md").read_text(encoding="utf-8")
+        self.keys = {key.rpartition(".")[2] for key in re.findall(r"^(?:\| |## )`([\w.]+)`", reference, re.M)}
+
+    def check(self, code):
+        """None, or what does not exist."""
+        for option in re.findall(r"(?<![\w-])--([a-z][\w-]+)", code):
+            if option not in self.options | OTHER_OPTIONS:
+                return f"no program has an option --{option}"
+        for key in re.findall(rf"(?<![\w./])(?:{'|'.join(SECTIONS)})((?:\.\w+)+)(?![\w(])", code):
+            gone = next((k for k in key[1:].split(".") if k not in self.keys | {"params"} and k not in NO_KEYS), None)
+            if gone:
+                return f"{gone} is no key of docs/src/config-reference.md"
+        if re.fullmatch(r"(?:docs|examples|dp-core|dp-zero|dp-models|\.ci)/[\w./-]+", code) and not Path(code).exists():
+            return f"{code}: no such file"
+        return None
 
 
 def check_include(page, match, errors, where):
@@ -164,7 +199,7 @@ def blocks_of(lines):
     return found, errors
 
 
-def check_blocks(page, lines, compiled, is_book, errors):
+def check_blocks(page, lines, words, compiled, is_book, errors):
     num_rust = 0
     found, wrong = blocks_of(lines)
     errors += [f"{page}:{number}: {words}" for number, words in wrong]
@@ -173,6 +208,8 @@ def check_blocks(page, lines, compiled, is_book, errors):
             errors.append(f"{page}:{first}: a block of commands is not indented, or they would not be run")
         if language not in COMMANDS and any(line.lstrip().startswith("$ ") for line in code):
             errors.append(f"{page}:{first}: commands stand in a block ```console")
+        if language == "json" and (gone := next((k for k in re.findall(r'"(\w+)":', "\n".join(code)) if k not in words.all), None)):
+            errors.append(f"{page}:{first}: the sources know no {gone}")
         if not language.startswith("rust"):
             continue
         num_rust += 1
@@ -242,16 +279,16 @@ def check_links(page, lines, errors):
                 errors.append(f"{page}:{number}: {target} has no heading #{anchor}")
 
 
-def check_page(page, api, compiled, is_book, errors):
+def check_page(page, api, words, compiled, is_book, errors):
     lines = page.read_text(encoding="utf-8").splitlines()
-    counts = [check_blocks(page, lines, compiled, is_book, errors), 0]
+    counts = [check_blocks(page, lines, words, compiled, is_book, errors), 0]
     for number, line in enumerate(lines, 1):
         for match in INCLUDE.finditer(line):
             check_include(page, match, errors, f"{page}:{number}")
     for number, line in text_of(lines):
         for code in CODE.findall(line):
             counts[1] += 1
-            wrong = api.check(code)
+            wrong = api.check(code) or words.check(code)
             if wrong:
                 errors.append(f"{page}:{number}: `{code}`: {wrong}")
     check_messages(page, lines, api, errors)
@@ -262,6 +299,7 @@ def check_page(page, api, compiled, is_book, errors):
 
 def main():
     api, errors = Api(), []
+    words = Words(api)
     examples = re.findall(r'^path = "(\.\./docs/.+)"', Path("dp-zero/Cargo.toml").read_text(encoding="utf-8"), re.M)
     compiled = {Path("dp-zero", e).resolve() for e in examples}
     compiled |= {p.resolve() for p in Path("examples/src").rglob("*.rs")}
@@ -279,7 +317,7 @@ def main():
     totals = [0, 0]
     for page in [*pages, *others]:
         is_book = page in pages
-        counts = check_page(page, api, compiled, is_book, errors)
+        counts = check_page(page, api, words, compiled, is_book, errors)
         totals = [a + b for a, b in zip(totals, counts)]
     print(f"{len(pages) + len(others)} pages, {totals[0]} pieces of Rust code, {totals[1]} words of code, {len(errors)} errors")
     if errors:
