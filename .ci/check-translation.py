@@ -135,6 +135,9 @@ def main(root, update=None):
     if update and update not in pages:
         sys.exit(f"{update}: not one of {', '.join(pages)}")
     errors = []
+    for concept in sorted((root / BOOK / "concepts").glob("*.md")):
+        if not (root / CHINESE_BOOK / "concepts" / concept.name).is_file():
+            errors.append(f"{concept}: there is no Chinese page of this concept")
     for chinese, english in pages.items():
         if not (root / english).is_file():
             errors.append(f"{chinese}: there is no {english}")
