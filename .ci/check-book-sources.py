@@ -4,6 +4,7 @@ compiled and run, names of this project exist, links lead somewhere.
 usage: check-book-sources.py      (in the root of the repository)
 
 1. A block ```rust of the book has only `{{#include FILE:ANCHOR}}`, and comments and closing brackets that say that code is left out.
+   So has a block ```python, of a file of docs/snippets.
    FILE is an example of dp-zero, which .ci/run compiles and runs, or a program of examples/. FILE and ANCHOR exist, for other
    blocks, too. README.md cannot include: there `<!-- code: FILE:ANCHOR -->` stands before the block, which has the text of it.
 2. Blocks begin with ``` and one of LANGUAGES. Lines `$ ...` stand in blocks whose commands are run, which are not indented.
@@ -210,6 +211,8 @@ def check_blocks(page, lines, words, compiled, is_book, errors):
             errors.append(f"{page}:{first}: commands stand in a block ```console")
         if language == "json" and (gone := next((k for k in re.findall(r'"(\w+)":', "\n".join(code)) if k not in words.all), None)):
             errors.append(f"{page}:{first}: the sources know no {gone}")
+        if language == "python" and any(not INCLUDE.fullmatch(line) for line in code):
+            errors.append(f"{page}:{first}: Python code that is not included from docs/snippets, where .ci/run looks at it")
         if not language.startswith("rust"):
             continue
         num_rust += 1
