@@ -1,8 +1,11 @@
 //! The update of parameters on CUDA devices.
 
-use candle_core::cuda_backend::cudarc::driver::CudaViewMut;
+use std::ops::Range;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
 use smallvec::SmallVec;
 
+use crate::buffer::Buffer;
 use crate::cuda::{CudaFloat, Kernels, Update};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -33,41 +36,28 @@ impl<O: Optimizer> Engine<O> {
             if !used[index] {
                 continue;
             }
-            let (optimizer, step) = (&optimizers[self.group_of[index]], self.param_steps[index]);
-            let tensor = self.params[index].tensor();
-            let mut state: SmallVec<[CudaViewMut<'_, f32>; 4]> = states
-                .iter_mut()
-                .map(|state| state.cuda_mut()?.view_mut(at.clone()))
-                .collect::<Result<_>>()?;
+            let rule = Rule {
+                optimizer: &optimizers[self.group_of[index]],
+                step: self.param_steps[index],
+                divisor,
+                grad_scale,
+            };
+            let (tensor, states) = (self.params[index].tensor(), &mut *states);
             with_trainable!(gradient.dtype(), G => {
                 let (device, grad) = gradient.on_cuda::<G>(at.clone())?;
                 let kernels = Kernels::of(device)?;
                 match &mut masters {
                     None => with_cuda_mut::<f32, _>(tensor, |_, mut values| {
-                        let mut values = values.slice_mut(segment.in_param);
-                        update(&kernels, optimizer, Update::<G, f32> {
-                            step,
-                            values: &mut values,
-                            rounded: None,
-                            grad: &grad,
-                            divisor,
-                            grad_scale,
-                            state: &mut state,
-                        })
+                        let values = values.slice_mut(segment.in_param);
+                        let state = views(states, &at)?;
+                        rule.apply::<G, f32>(&kernels, values, None, grad, state)
                     }),
                     Some(masters) => with_trainable!(bucket.dtype, T => {
-                        let mut masters = masters.cuda_mut()?.view_mut::<f32>(at)?;
                         with_cuda_mut::<T, _>(tensor, |_, mut values| {
-                            let mut values = values.slice_mut(segment.in_param);
-                            update(&kernels, optimizer, Update {
-                                step,
-                                values: &mut masters,
-                                rounded: Some(&mut values),
-                                grad: &grad,
-                                divisor,
-                                grad_scale,
-                                state: &mut state,
-                            })
+                            let values = values.slice_mut(segment.in_param);
+                            let masters = masters.cuda_mut()?.view_mut(at.clone())?;
+                            let state = views(states, &at)?;
+                            rule.apply(&kernels, masters, Some(values), grad, state)
                         })
                     }),
                 }
@@ -77,17 +67,47 @@ impl<O: Optimizer> Engine<O> {
     }
 }
 
-fn update<O: Optimizer, G: CudaFloat, P: CudaFloat>(
-    kernels: &Kernels,
-    optimizer: &O,
-    update: Update<'_, '_, G, P>,
-) -> Result<()> {
-    match optimizer.fused() {
-        Some(FusedOptimizer::AdamW(adamw)) => kernels.adamw(adamw, update),
-        Some(FusedOptimizer::Sgd(sgd)) => kernels.sgd(sgd, update),
-        None => {
-            let message = format!("{} has no CUDA kernel", optimizer.name());
-            Err(Error::invalid("optimizer", message))
+/// Optimizer state of the elements that an update is about.
+type State<'v> = SmallVec<[CudaViewMut<'v, f32>; 4]>;
+
+fn views<'v>(states: &'v mut [Buffer], at: &Range<usize>) -> Result<State<'v>> {
+    let view = |state: &'v mut Buffer| state.cuda_mut()?.view_mut(at.clone());
+    states.iter_mut().map(view).collect()
+}
+
+/// How a parameter is updated in this step.
+struct Rule<'a, O> {
+    optimizer: &'a O,
+    step: u64,
+    divisor: f32,
+    grad_scale: f32,
+}
+
+impl<O: Optimizer> Rule<'_, O> {
+    fn apply<'v, G: CudaFloat, P: CudaFloat>(
+        &self,
+        kernels: &Kernels,
+        mut values: CudaViewMut<'v, f32>,
+        mut rounded: Option<CudaViewMut<'v, P>>,
+        grad: CudaView<'v, G>,
+        mut state: State<'v>,
+    ) -> Result<()> {
+        let update = Update {
+            step: self.step,
+            values: &mut values,
+            rounded: rounded.as_mut(),
+            grad: &grad,
+            divisor: self.divisor,
+            grad_scale: self.grad_scale,
+            state: &mut state,
+        };
+        match self.optimizer.fused() {
+            Some(FusedOptimizer::AdamW(adamw)) => kernels.adamw(adamw, update),
+            Some(FusedOptimizer::Sgd(sgd)) => kernels.sgd(sgd, update),
+            None => {
+                let message = format!("{} has no CUDA kernel", self.optimizer.name());
+                Err(Error::invalid("optimizer", message))
+            }
         }
     }
 }
