@@ -93,17 +93,18 @@ impl<O: Optimizer> Rule<'_, O> {
         mut state: State<'v>,
     ) -> Result<()> {
         let update = Update {
-            step: self.step,
             values: &mut values,
             rounded: rounded.as_mut(),
             grad: &grad,
             divisor: self.divisor,
-            grad_scale: self.grad_scale,
             state: &mut state,
         };
+        let (step, grad_scale) = (self.step, self.grad_scale);
         match self.optimizer.fused() {
-            Some(FusedOptimizer::AdamW(adamw)) => kernels.adamw(adamw, update),
-            Some(FusedOptimizer::Sgd(sgd)) => kernels.sgd(sgd, update),
+            Some(FusedOptimizer::AdamW(adamw)) => {
+                kernels.adamw(adamw.factors(step, grad_scale), update)
+            }
+            Some(FusedOptimizer::Sgd(sgd)) => kernels.sgd(sgd.factors(step, grad_scale), update),
             None => {
                 let message = format!("{} has no CUDA kernel", self.optimizer.name());
                 Err(Error::invalid("optimizer", message))
