@@ -3,6 +3,7 @@
 use candle_core::Device;
 
 use crate::error::{Error, Result};
+use crate::memory::keep_freed_memory;
 
 /// The devices of a [`World`](crate::World)'s ranks.
 ///
@@ -26,8 +27,9 @@ pub enum Devices {
     /// for all ranks, and `vec![0, 1, 2, 3]` a GPU for each of four.
     ///
     /// Each rank has a Candle device with a CUDA stream of its own (`Device::new_cuda_with_stream`), so ranks that share a GPU
-    /// do not wait for each other's kernels. Random numbers of such devices begin at one constant seed: call
-    /// `device.set_seed(rank.seed(seed))` where ranks shall draw different ones.
+    /// do not wait for each other's kernels. Its random numbers begin at [`rank.seed(0)`](crate::Rank::seed), different on each
+    /// rank and the same in each run; `device.set_seed(rank.seed(seed))` chooses others. What a rank frees stays with the
+    /// process, to be allocated again.
     Cuda(Vec<usize>),
 }
 
@@ -46,7 +48,7 @@ impl Devices {
             return Err(Error::invalid("devices", message));
         }
         let ordinal = ordinals[local_rank % ordinals.len()];
-        Device::new_cuda_with_stream(ordinal).map_err(|e| {
+        let device = Device::new_cuda_with_stream(ordinal).map_err(|e| {
             let message = match cfg!(feature = "cuda") {
                 true => format!(
                     "CUDA device {ordinal} cannot be used: {e}; see nvidia-smi and CUDA_VISIBLE_DEVICES"
@@ -54,7 +56,9 @@ impl Devices {
                 false => "this build has no CUDA; build with the feature `cuda`".to_string(),
             };
             Error::invalid("devices", message)
-        })
+        })?;
+        keep_freed_memory(&device)?;
+        Ok(device)
     }
 }
 

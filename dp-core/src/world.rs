@@ -174,6 +174,11 @@ impl World {
         self
     }
 
+    /// What the ranks compute on.
+    pub fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
     /// Number of ranks.
     pub fn world_size(&self) -> usize {
         self.world_size
@@ -366,11 +371,21 @@ pub struct Rank {
 impl Rank {
     /// The rank behind `comm`.
     pub(crate) fn new(comm: Arc<dyn Communicator>, local_rank: usize, device: Device) -> Self {
-        Self {
+        let rank = Self {
             comm,
             device,
             local_rank,
+        };
+        // All CUDA devices of Candle begin with one constant seed, so ranks would draw the same dropout masks.
+        if rank.device.is_cuda()
+            && let Err(error) = rank.device.set_seed(rank.seed(0))
+        {
+            tracing::warn!(
+                "rank {}: its GPU's generator has no seed: {error}",
+                rank.rank()
+            );
         }
+        rank
     }
 
     /// This rank, `0 <= rank < world_size`.

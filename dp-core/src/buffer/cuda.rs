@@ -25,6 +25,7 @@ const PIECE: usize = 4 << 20;
 /// A block of memory of a CUDA device, of which the first `len` elements are in use.
 #[derive(Debug)]
 pub(crate) struct CudaMemory {
+    /// It may be longer than `len`.
     storage: CudaStorage,
     len: usize,
 }
@@ -36,7 +37,8 @@ impl CudaMemory {
             return Err(unsupported(dtype));
         }
         let storage = with_element!(dtype, T => {
-            let zeros = device.cuda_stream().alloc_zeros::<T>(len);
+            // Not every driver gives out blocks of no bytes.
+            let zeros = device.cuda_stream().alloc_zeros::<T>(len.max(1));
             let zeros = zeros.map_err(|e| {
                 let message = format!("{len} elements of {}: {e}", dtype.as_str());
                 failed(device, "allocation", message)
@@ -65,11 +67,6 @@ impl CudaMemory {
     /// The stream on which all its work is.
     pub fn stream(&self) -> Arc<CudaStream> {
         self.storage.device.cuda_stream()
-    }
-
-    /// The block in Candle's form. It may be longer than `len`.
-    pub fn storage_mut(&mut self) -> &mut CudaStorage {
-        &mut self.storage
     }
 
     /// Elements `range`.
