@@ -16,6 +16,8 @@ pub(crate) struct ParamFlags {
     raised: Vec<bool>,
     /// One u32 per parameter, 0 or 1, which the host has not seen yet; `None` on the CPU.
     on_device: Option<Buffer>,
+    /// A kernel may have raised some since they were cleared: else there is nothing to wait for.
+    lent: bool,
 }
 
 impl ParamFlags {
@@ -25,6 +27,7 @@ impl ParamFlags {
         Ok(Self {
             raised: vec![false; num_params],
             on_device: (!device.is_cpu()).then(on_device).transpose()?,
+            lent: false,
         })
     }
 
@@ -32,8 +35,8 @@ impl ParamFlags {
     pub fn clear(&mut self) -> Result<()> {
         self.raised.fill(false);
         match &mut self.on_device {
-            Some(flags) => flags.fill_zero(0..flags.len()),
-            None => Ok(()),
+            Some(flags) if std::mem::take(&mut self.lent) => flags.fill_zero(0..flags.len()),
+            _ => Ok(()),
         }
     }
 
@@ -45,6 +48,7 @@ impl ParamFlags {
     /// The flag of a parameter, for a kernel to set to 1.
     #[cfg(feature = "cuda")]
     pub fn on_cuda(&mut self, param_idx: usize) -> Result<CudaViewMut<'_, u32>> {
+        self.lent = true;
         match &mut self.on_device {
             Some(flags) => flags.cuda_mut()?.view_mut(param_idx..param_idx + 1),
             None => Err(crate::Error::invalid("flags", "are on the CPU")),
@@ -53,7 +57,7 @@ impl ParamFlags {
 
     /// Per parameter: raised, by the host or by its device.
     pub fn read(&mut self) -> Result<&[bool]> {
-        if let Some(flags) = &self.on_device {
+        if let Some(flags) = self.on_device.as_ref().filter(|_| self.lent) {
             for (raised, flag) in self.raised.iter_mut().zip(flags.to_vec::<u32>()?) {
                 *raised |= flag != 0;
             }
