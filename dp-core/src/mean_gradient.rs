@@ -37,16 +37,6 @@ impl<'a> MeanGradient<'a> {
         }
     }
 
-    /// A whole buffer.
-    #[cfg(test)]
-    pub fn whole(buffer: &'a Buffer) -> Self {
-        Self {
-            buffer,
-            owned: 0..buffer.len(),
-            divisor: 1.0,
-        }
-    }
-
     /// All of it.
     pub fn range(&self) -> Range<usize> {
         0..self.owned.len()

@@ -178,7 +178,7 @@ mod tests {
     fn norm(slices: &[&[f32]]) -> f64 {
         let parts: ForEachPart<'_> = &|f| {
             let mut buffers = slices.iter().map(|s| Buffer::from_vec(s.to_vec()));
-            buffers.try_for_each(|b| f(&MeanGradient::whole(&b)))
+            buffers.try_for_each(|b| f(&MeanGradient::new(&b, 0..b.len(), 1.0)))
         };
         global_norm(GradNorm::L2, parts, None, &mut NormBuffers::default()).unwrap_or(f64::NAN)
     }

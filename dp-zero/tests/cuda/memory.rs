@@ -30,12 +30,13 @@ fn counted() {
                     let predicted = ModelStates::of_layout(trainer.layout(), &params, strategy, 2);
                     let predicted = predicted.expect("a strategy with a trainer");
                     let now = trainer.ledger().current();
-                    let counted = ModelStates {
-                        parameters: now.parameters,
-                        gradients: now.gradients,
-                        optimizer: now.optimizer,
-                    };
-                    assert_eq!(counted, predicted, "{task:?}");
+                    let counted = (now.parameters, now.gradients, now.optimizer);
+                    let expected = (
+                        predicted.parameters,
+                        predicted.gradients,
+                        predicted.optimizer,
+                    );
+                    assert_eq!(counted, expected, "{task:?}");
                     Ok(())
                 });
             }
