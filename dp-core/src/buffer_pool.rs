@@ -2,13 +2,14 @@
 
 use std::collections::HashSet;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 
 use crate::bucket::{Bucket, BucketLayout};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::memory::{Category, Ledger};
 use crate::precision::not_trainable;
+use crate::store::ParamStore;
 
 /// Buffers of one dtype that serve buckets in turn: how many, and how long. Pools are made from it, and predictions too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,19 +93,21 @@ pub struct BufferPool {
     size: PoolSize,
     free: Vec<Buffer>,
     allocated: usize,
+    device: Device,
     ledger: Ledger,
 }
 
 impl BufferPool {
-    /// Allocates all buffers, entered as communication in `ledger`.
+    /// Allocates all buffers, on `device`, entered as communication in `ledger`.
     ///
     /// # Errors
     /// If one cannot be allocated.
-    pub fn new(size: PoolSize, ledger: &Ledger) -> Result<Self> {
+    pub fn new(size: PoolSize, device: &Device, ledger: &Ledger) -> Result<Self> {
         let mut pool = Self {
             size,
             free: Vec::with_capacity(size.count),
             allocated: size.count,
+            device: device.clone(),
             ledger: ledger.clone(),
         };
         for _ in 0..size.count {
@@ -115,8 +118,8 @@ impl BufferPool {
     }
 
     fn allocate(&self, capacity: usize) -> Result<Buffer> {
-        let category = Category::Communication;
-        Buffer::reserved(self.size.dtype, capacity, &self.ledger, category)
+        let (dtype, category) = (self.size.dtype, Category::Communication);
+        Buffer::reserved_on(dtype, capacity, &self.device, &self.ledger, category)
     }
 
     /// True if [`lend`](Self::lend) needs no further buffer.
@@ -136,7 +139,7 @@ impl BufferPool {
                 self.allocate(self.size.capacity.max(len))?
             }
         };
-        buffer.resize(len);
+        buffer.resize(len)?;
         Ok(buffer)
     }
 
@@ -156,12 +159,15 @@ impl BufferPool {
 pub struct BufferPools(Vec<BufferPool>);
 
 impl BufferPools {
-    /// Allocates the buffers of all `sizes`, whose dtypes differ.
+    /// Allocates the buffers of all `sizes`, whose dtypes differ, on the device of `store`, and enters them in its ledger.
     ///
     /// # Errors
     /// If one cannot be allocated.
-    pub fn new(sizes: &[PoolSize], ledger: &Ledger) -> Result<Self> {
-        let pools = sizes.iter().map(|size| BufferPool::new(*size, ledger));
+    pub fn new(sizes: &[PoolSize], store: &ParamStore) -> Result<Self> {
+        let (device, ledger) = (store.device(), store.ledger());
+        let pools = sizes
+            .iter()
+            .map(|size| BufferPool::new(*size, device, ledger));
         Ok(Self(pools.collect::<Result<_>>()?))
     }
 

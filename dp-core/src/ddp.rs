@@ -111,7 +111,7 @@ impl<O: Optimizer> DistributedDataParallel<O> {
             |layout, store, _| {
                 Ok(Box::new(Replicated {
                     lens: layout.buckets().iter().map(|b| b.padded_len).collect(),
-                    gradients: FullBuckets::new(layout, store.ledger())?,
+                    gradients: FullBuckets::new(layout, store)?,
                 }))
             },
         )?;

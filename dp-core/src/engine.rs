@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use sha2::{Digest, Sha256};
 
 use crate::agreement::Agreement;
@@ -20,8 +20,9 @@ use crate::loss_scale::{LossScale, LossScaling};
 use crate::masters::Masters;
 use crate::memory::Category;
 use crate::norm::NormBuffers;
-use crate::optim::{LrSchedule, Optimizer, ParamGroups};
+use crate::optim::{LrSchedule, Optimizer, ParamGroup, ParamGroups};
 use crate::param::{Param, ParamKind};
+use crate::param_flags::ParamFlags;
 use crate::param_spec::ParamSpec;
 use crate::reducer::Reducer;
 use crate::replica::{broadcast_values, check_replicas, check_settings, check_trainable};
@@ -104,7 +105,7 @@ pub(crate) struct Scratch<O> {
     /// What each rank has found first.
     pub first_of_rank: Option<Buffer>,
     /// Per parameter.
-    pub flags: Vec<bool>,
+    pub flags: ParamFlags,
     /// With the schedule's learning rates.
     pub optimizers: Vec<O>,
     pub learning_rates: Arc<[f64]>,
@@ -137,6 +138,7 @@ impl<O: Optimizer> Engine<O> {
         let number = check_settings(&config.shared(), comm.as_ref())?;
         // After the comparison: then a dtype that only one rank cannot train is named on all of them.
         check_trainable(&params)?;
+        check_fused(&groups, store.device())?;
         broadcast_values(
             &params,
             order.iter().copied(),
@@ -167,13 +169,13 @@ impl<O: Optimizer> Engine<O> {
         let owned: Vec<Range<usize>> = (0..layout.buckets().len())
             .map(|bucket| strategy.owned(bucket))
             .collect();
-        let masters = Masters::new(&layout, &params, &owned, store.ledger())?;
+        let masters = Masters::new(&layout, &params, &owned, &store)?;
+        let flags = ParamFlags::new(params.len(), store.device())?;
         let states = owned
             .iter()
             .map(|owned| {
                 let len = owned.len();
-                let state =
-                    |_| Buffer::reserved(DType::F32, len, store.ledger(), Category::Optimizer);
+                let state = |_| store.reserve(DType::F32, len, Category::Optimizer);
                 (0..groups.num_states()).map(state).collect()
             })
             .collect::<Result<_>>()?;
@@ -198,7 +200,7 @@ impl<O: Optimizer> Engine<O> {
             order.clone(),
             strategy,
             config,
-            store.ledger(),
+            &store,
         )?);
         let sink: Weak<Reducer> = Arc::downgrade(&reducer);
         store.listen(sink as Weak<dyn GradientSink>);
@@ -237,7 +239,7 @@ impl<O: Optimizer> Engine<O> {
             scratch: Scratch {
                 norm: NormBuffers::default(),
                 first_of_rank: None,
-                flags: Vec::new(),
+                flags,
                 optimizers: Vec::new(),
                 learning_rates: Arc::new([]),
             },
@@ -322,7 +324,7 @@ impl<O: Optimizer> Engine<O> {
     /// Drops the gradients of the window, however far it is.
     pub(crate) fn zero_grad(&mut self) -> Result<()> {
         self.reducer.discard()?;
-        self.reducer.reset_window();
+        self.reducer.reset_window()?;
         self.reducer.take_reductions();
         self.clock.forget(self.steps + 1);
         self.forget_window();
@@ -444,6 +446,21 @@ impl<O: Optimizer> fmt::Debug for Engine<O> {
             .field("steps", &self.steps)
             .field("window", &self.window)
             .finish()
+    }
+}
+
+/// Refuses optimizers that have no kernel for the device.
+fn check_fused<O: Optimizer>(groups: &ParamGroups<O>, device: &Device) -> Result<()> {
+    let unknown = |group: &&ParamGroup<O>| group.optimizer.fused().is_none();
+    match groups.groups().iter().find(unknown) {
+        Some(group) if device.is_cuda() => {
+            let name = group.optimizer.name();
+            let message = format!(
+                "{name} has no CUDA kernel (Optimizer::fused); train on the CPU, or with AdamW or Sgd"
+            );
+            Err(Error::invalid("optimizer", message))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -245,6 +245,7 @@ impl Error {
                 | Self::Timeout { .. }
                 | Self::Mismatch { .. }
                 | Self::Mpi { .. }
+                | Self::Cuda { .. }
         )
     }
 

@@ -6,7 +6,8 @@
 
 use std::sync::{Arc, Weak};
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::{Error, Result};
@@ -41,15 +42,33 @@ pub(crate) struct HookOp {
     pub initial: Mutex<Option<(CpuStorage, Shape)>>,
 }
 
+impl HookOp {
+    fn take_initial(&self) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.initial.lock().take().ok_or_else(|| {
+            candle_core::Error::msg(format!("parameter `{}` was already created", self.name))
+        })
+    }
+}
+
 impl CustomOp1 for HookOp {
     fn name(&self) -> &'static str {
         "parameter"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.initial.lock().take().ok_or_else(|| {
-            candle_core::Error::msg(format!("parameter `{}` was already created", self.name))
-        })
+        self.take_initial()
+    }
+
+    /// Copies the initial values to the device of the anchor: they are drawn, or read, on the host, so that they are the
+    /// same everywhere.
+    fn cuda_fwd(
+        &self,
+        anchor: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (values, shape) = self.take_initial()?;
+        let values = anchor.device().storage_from_cpu_storage_owned(values)?;
+        Ok((values, shape))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::buffer::{Element, with_element};
 use crate::error::{Error, Result};
-use crate::param::{Param, with_values_mut};
+use crate::param::Param;
 
 /// A mapped file, and which of its tensors have been asked for.
 pub(crate) struct InitialValues {
@@ -71,7 +71,10 @@ impl InitialValues {
         let values = self.load(param.name(), tensor.shape(), tensor.dtype())?;
         with_element!(tensor.dtype(), T => {
             let values = T::vec(&values).ok_or_else(|| Error::parameter(param.name(), "was loaded with another dtype"))?;
-            with_values_mut::<T, _>(tensor, |own| own.copy_from_slice(values))
+            param.write_with::<T>(0..values.len(), |at, own| {
+                own.copy_from_slice(&values[at]);
+                Ok(())
+            })
         })
     }
 

@@ -37,6 +37,7 @@
 //! ```
 
 mod candle_threads;
+mod devices;
 mod launcher;
 mod world;
 mod world_error;
@@ -45,6 +46,7 @@ mod world_mpi;
 
 pub mod buffer;
 pub mod comm;
+mod element;
 mod sixteen_bits;
 
 mod hashing;
@@ -53,6 +55,7 @@ mod init;
 mod initial_values;
 mod little_endian;
 mod param;
+mod param_flags;
 mod param_kinds;
 mod param_shapes;
 mod param_spec;
@@ -113,6 +116,7 @@ pub use checkpoint::{DataPosition, HyperParameters, LoadOptions, LoadedCheckpoin
 pub use comm::{Communicator, ReduceOp};
 pub use config::{EngineConfig, UnusedParameters};
 pub use ddp::{DdpConfig, DistributedDataParallel};
+pub use devices::Devices;
 pub use error::{Error, Result};
 pub use loss::Loss;
 pub use loss_scale::{DynamicLossScale, LossScaleState, LossScaling};
@@ -121,8 +125,8 @@ pub use metrics::{max_over_ranks, weighted_mean};
 pub use non_finite::NonFinite;
 pub use norm::GradNorm;
 pub use optim::{
-    AdamW, DeepSpeedSchedule, LrDecay, LrSchedule, Optimizer, ParamGroup, ParamGroups, Sgd,
-    WarmupType,
+    AdamW, DeepSpeedSchedule, FusedOptimizer, LrDecay, LrSchedule, Optimizer, ParamGroup,
+    ParamGroups, Sgd, WarmupType,
 };
 pub use param::{Param, ParamKind};
 pub use param_shapes::ParamShapes;

@@ -5,6 +5,9 @@ use std::fmt::{self, Write};
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, TensorId};
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+
 use crate::error::{Error, Result};
 use crate::param::{Param, ParamKind};
 
@@ -129,8 +132,27 @@ fn place(tensor: &Tensor) -> Option<usize> {
         Storage::Cpu(CpuStorage::F32(values)) => Some(values.as_ptr() as usize),
         Storage::Cpu(CpuStorage::F16(values)) => Some(values.as_ptr() as usize),
         Storage::Cpu(CpuStorage::BF16(values)) => Some(values.as_ptr() as usize),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => device_address(storage),
         _ => None,
     }
+}
+
+/// [`place`] on a CUDA device. Its addresses and the host's are never the same: CUDA gives them out of one address space.
+#[cfg(feature = "cuda")]
+fn device_address(storage: &CudaStorage) -> Option<usize> {
+    use candle_core::cuda_backend::CudaStorageSlice;
+    use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+
+    // Asked for as if to read: the address is only compared, so it does not matter what is to be done there.
+    let stream = storage.device.cuda_stream();
+    let address = match &storage.slice {
+        CudaStorageSlice::F32(values) => values.device_ptr(&stream).0,
+        CudaStorageSlice::F16(values) => values.device_ptr(&stream).0,
+        CudaStorageSlice::BF16(values) => values.device_ptr(&stream).0,
+        _ => return None,
+    };
+    usize::try_from(address).ok()
 }
 
 #[cfg(test)]

@@ -3,6 +3,9 @@
 //! A step often changes a weight by less than half the distance between two bf16 numbers. Such changes add up in the master,
 //! and the parameter is the master rounded.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::ops::Range;
 
 use candle_core::DType;
@@ -10,9 +13,11 @@ use candle_core::DType;
 use crate::bucket::{Bucket, BucketLayout};
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::memory::{Category, Ledger};
+use crate::memory::Category;
 use crate::param::{Param, with_values};
+use crate::param_flags::ParamFlags;
 use crate::precision::{CHUNK, Trainable, narrow, widen, with_trainable};
+use crate::store::ParamStore;
 
 /// The state's name in checkpoints.
 pub(crate) const MASTER: &str = "master";
@@ -26,10 +31,10 @@ impl Masters {
         layout: &BucketLayout,
         params: &[Param],
         owned: &[Range<usize>],
-        ledger: &Ledger,
+        store: &ParamStore,
     ) -> Result<Self> {
         let master = |(bucket, owned): (&Bucket, &Range<usize>)| {
-            let buffer = || Buffer::reserved(DType::F32, owned.len(), ledger, Category::Optimizer);
+            let buffer = || store.reserve(DType::F32, owned.len(), Category::Optimizer);
             bucket.has_masters().then(buffer).transpose()
         };
         let buckets = layout.buckets().iter().zip(owned);
@@ -44,13 +49,13 @@ impl Masters {
     }
 
     /// The masters of a bucket's owned range.
-    pub fn of(&self, bucket: usize) -> Option<&[f32]> {
-        self.0[bucket].as_ref()?.as_slice().ok()
+    pub fn of(&self, bucket: usize) -> Option<&Buffer> {
+        self.0[bucket].as_ref()
     }
 
     /// [`of`](Self::of), to be written.
-    pub fn of_mut(&mut self, bucket: usize) -> Option<&mut [f32]> {
-        self.0[bucket].as_mut()?.as_mut_slice().ok()
+    pub fn of_mut(&mut self, bucket: usize) -> Option<&mut Buffer> {
+        self.0[bucket].as_mut()
     }
 
     /// Makes the masters of those owned elements that are not their masters rounded what these are now. The others keep the
@@ -66,8 +71,13 @@ impl Masters {
                 continue;
             };
             for segment in bucket.segments(owned[index].clone()) {
-                let masters = &mut masters[segment.in_owned];
                 let tensor = params[segment.param_idx].tensor();
+                #[cfg(feature = "cuda")]
+                if masters.is_cuda() {
+                    cuda::refresh_altered(masters, tensor, bucket.dtype, segment)?;
+                    continue;
+                }
+                let masters = &mut masters.as_mut_slice::<f32>()?[segment.in_owned];
                 with_trainable!(bucket.dtype, T => {
                     with_values(tensor, |values: &[T]| refresh_altered(masters, &values[segment.in_param]))
                 })?;
@@ -91,37 +101,58 @@ impl Masters {
             for segment in bucket.segments(owned[index].clone()) {
                 if wanted(segment.param_idx) {
                     let param = &params[segment.param_idx];
-                    param.read(segment.in_param, &mut masters[segment.in_owned])?;
+                    take_value(param, segment.in_param, masters, segment.in_owned)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// Sets in `altered`, per parameter, whether an owned element of it is not its master rounded. Then somebody else has
-    /// written it.
+    /// Raises in `altered` the flags of the parameters of which an owned element is not its master rounded. Then somebody else
+    /// has written it.
     pub fn find_altered(
         &self,
         layout: &BucketLayout,
         params: &[Param],
         owned: &[Range<usize>],
-        altered: &mut [bool],
+        altered: &mut ParamFlags,
     ) -> Result<()> {
         for (index, bucket) in layout.buckets().iter().enumerate() {
             let Some(masters) = self.of(index) else {
                 continue;
             };
             for segment in bucket.segments(owned[index].clone()) {
-                let masters = &masters[segment.in_owned];
                 let tensor = params[segment.param_idx].tensor();
+                #[cfg(feature = "cuda")]
+                if masters.is_cuda() {
+                    cuda::find_altered(masters, tensor, bucket.dtype, segment, altered)?;
+                    continue;
+                }
+                let masters = &masters.as_slice::<f32>()?[segment.in_owned];
                 let same = with_trainable!(bucket.dtype, T => {
                     with_values(tensor, |values: &[T]| are_rounded(masters, &values[segment.in_param]))
                 })?;
-                altered[segment.param_idx] |= !same;
+                if !same {
+                    altered.raise(segment.param_idx);
+                }
             }
         }
         Ok(())
     }
+}
+
+/// Makes the masters `at` what elements `range` of the parameter are.
+pub(crate) fn take_value(
+    param: &Param,
+    range: Range<usize>,
+    masters: &mut Buffer,
+    at: Range<usize>,
+) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if masters.is_cuda() {
+        return cuda::take_value(param, range, masters, at);
+    }
+    param.read(range, &mut masters.as_mut_slice::<f32>()?[at])
 }
 
 /// Makes the masters of those `values` that are not their masters rounded what these are.

@@ -2,8 +2,14 @@
 
 use std::ops::Range;
 
+#[cfg(feature = "cuda")]
+use candle_core::{CudaDevice, DType, cuda_backend::cudarc::driver::CudaView};
+
 use crate::buffer::Buffer;
+#[cfg(feature = "cuda")]
+use crate::cuda::Kernels;
 use crate::error::Result;
+use crate::param_flags::ParamFlags;
 use crate::precision::{CHUNK, Trainable, widen, with_trainable};
 use crate::strategy::Strategy;
 
@@ -36,6 +42,31 @@ impl<'a> MeanGradient<'a> {
         0..self.owned.len()
     }
 
+    /// Raises the flag of parameter `param_idx` if an element of `range` is not finite.
+    pub fn find_non_finite(
+        &self,
+        range: Range<usize>,
+        flags: &mut ParamFlags,
+        param_idx: usize,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.is_cuda() {
+            return with_trainable!(self.dtype(), G => {
+                let (device, grad) = self.on_cuda::<G>(range)?;
+                let mut flag = flags.on_cuda(param_idx)?;
+                Kernels::of(device)?.find_non_finite(&grad, self.divisor, &mut flag)
+            });
+        }
+        let mut finite = true;
+        self.for_each_chunk(range, |_, part| {
+            finite &= part.iter().all(|g| g.is_finite())
+        })?;
+        if !finite {
+            flags.raise(param_idx);
+        }
+        Ok(())
+    }
+
     /// Calls `f` with one chunk of `range` after the other, in f32, and the elements' positions in the owned range.
     pub fn for_each_chunk(
         &self,
@@ -61,5 +92,33 @@ impl<'a> MeanGradient<'a> {
             }
             Ok(())
         })
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl MeanGradient<'_> {
+    /// True if it lies in the memory of a CUDA device.
+    pub fn is_cuda(&self) -> bool {
+        self.buffer.is_cuda()
+    }
+
+    /// Of the reduced elements.
+    pub fn dtype(&self) -> DType {
+        self.buffer.dtype()
+    }
+
+    /// What kernels divide each element by.
+    pub fn divisor(&self) -> f32 {
+        self.divisor
+    }
+
+    /// Elements `range`, not divided yet.
+    pub fn on_cuda<G: Trainable>(
+        &self,
+        range: Range<usize>,
+    ) -> Result<(&CudaDevice, CudaView<'_, G>)> {
+        let (memory, start) = (self.buffer.cuda()?, self.owned.start);
+        let view = memory.view(start + range.start..start + range.end)?;
+        Ok((memory.device(), view))
     }
 }

@@ -6,11 +6,15 @@
 //! cut off to a multiple of `2^-62`. Cutting off loses less than `n 2^-62` of a sum that is at least 1/4, for `n`
 //! elements: far below the rounding of the result.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::sync::{Arc, LazyLock};
 
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, ReduceOp, Request};
 use crate::error::Result;
+use crate::mean_gradient::MeanGradient;
 
 /// A norm over all elements of all gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
@@ -24,7 +28,8 @@ pub enum GradNorm {
 }
 
 /// Calls its argument with one part of a gradient after the other.
-pub(crate) type ForEachPart<'a> = &'a dyn Fn(&mut dyn FnMut(&[f32])) -> Result<()>;
+pub(crate) type ForEachPart<'a> =
+    &'a dyn Fn(&mut dyn FnMut(&MeanGradient<'_>) -> Result<()>) -> Result<()>;
 
 /// What ranks send each other for a norm, kept from one to the next.
 #[derive(Debug, Default)]
@@ -42,7 +47,19 @@ pub(crate) fn global_norm(
     buffers: &mut NormBuffers,
 ) -> Result<f64> {
     let mut max = 0f32;
-    for_each_part(&mut |part| max = max_abs(max, part))?;
+    #[cfg(feature = "cuda")]
+    let mut on_device = None;
+    for_each_part(&mut |part| {
+        #[cfg(feature = "cuda")]
+        if part.is_cuda() {
+            return cuda::max_abs(&mut on_device, part);
+        }
+        part.for_each_chunk(part.range(), |_, values| max = max_abs(max, values))
+    })?;
+    #[cfg(feature = "cuda")]
+    if let Some(sums) = &on_device {
+        max = sums.max()?;
+    }
     if let Some(comm) = comm {
         static LABEL: LazyLock<Arc<str>> = LazyLock::new(|| "greatest gradient".into());
         let label = Arc::clone(&LABEL);
@@ -64,7 +81,23 @@ pub(crate) fn global_norm(
         0
     };
     let mut sum = 0u128;
-    for_each_part(&mut |part| sum += sum_of_squares(part, exponent))?;
+    #[cfg(feature = "cuda")]
+    if let Some(sums) = &mut on_device {
+        sums.set_max(max)?;
+    }
+    for_each_part(&mut |part| {
+        #[cfg(feature = "cuda")]
+        if let Some(sums) = &mut on_device {
+            return sums.add_squares(part);
+        }
+        part.for_each_chunk(part.range(), |_, values| {
+            sum += sum_of_squares(values, exponent)
+        })
+    })?;
+    #[cfg(feature = "cuda")]
+    if let Some(sums) = &on_device {
+        sum = sums.squares()?;
+    }
     if let Some(comm) = comm {
         // Four limbs of 32 bits: their sums over any number of ranks fit in i64.
         static LABEL: LazyLock<Arc<str>> = LazyLock::new(|| "squared gradient norm".into());
@@ -144,8 +177,8 @@ mod tests {
 
     fn norm(slices: &[&[f32]]) -> f64 {
         let parts: ForEachPart<'_> = &|f| {
-            slices.iter().for_each(|s| f(s));
-            Ok(())
+            let mut buffers = slices.iter().map(|s| Buffer::from_vec(s.to_vec()));
+            buffers.try_for_each(|b| f(&MeanGradient::new(&b, 0..b.len(), 1.0)))
         };
         global_norm(GradNorm::L2, parts, None, &mut NormBuffers::default()).unwrap_or(f64::NAN)
     }

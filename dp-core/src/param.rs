@@ -1,5 +1,8 @@
 //! One named tensor of a model, whose values are read and written in place.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::io::Write;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -13,6 +16,9 @@ use crate::error::{Error, Result};
 use crate::little_endian::write_le;
 use crate::memory::{Category, Ledger};
 use crate::precision::{narrow, widen, with_trainable};
+
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{with_cuda, with_cuda_mut};
 
 /// What a named tensor of the model is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -72,13 +78,18 @@ impl Param {
         self.tensor.elem_count()
     }
 
-    /// Copies elements `range` (row-major) of a f32, f16 or bf16 parameter to `out`, without a temporary.
+    /// Copies elements `range` (row-major) of a f32, f16 or bf16 parameter to `out`, without a temporary on the CPU.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for other dtypes and off the CPU; [`Error::InvalidArgument`] if lengths do not fit.
+    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::InvalidArgument`] if lengths do not fit; [`Error::Cuda`] if
+    /// the values cannot be copied from a device.
     pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.check_range(&range, out.len())?;
         with_trainable!(self.tensor.dtype(), T => {
+            #[cfg(feature = "cuda")]
+            if self.is_cuda() {
+                return cuda::read::<T>(&self.tensor, range, out);
+            }
             with_values(&self.tensor, |values: &[T]| widen(&values[range], out))
         })
     }
@@ -90,33 +101,46 @@ impl Param {
     /// [`Trainer::refresh_masters`](crate::Trainer::refresh_masters) afterwards.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for other dtypes and off the CPU; [`Error::InvalidArgument`] if lengths do not fit.
+    /// See [`read`](Self::read).
     pub fn write(&self, range: Range<usize>, values: &[f32]) -> Result<()> {
         self.check_range(&range, values.len())?;
         with_trainable!(self.tensor.dtype(), T => {
-            with_values_mut(&self.tensor, |own: &mut [T]| narrow(values, &mut own[range]))
+            self.write_with::<T>(range, |at, own| {
+                narrow(&values[at], own);
+                Ok(())
+            })
         })
     }
 
-    /// Copies elements `range` to `buffer`, which has the parameter's dtype, from element `at` on.
+    /// Copies elements `range` to `buffer`, which has the parameter's dtype and lies where the parameter does, from element
+    /// `at` on.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for another dtype; [`Error::InvalidArgument`] if lengths do not fit.
+    /// [`Error::UnsupportedDType`] for another dtype; [`Error::InvalidArgument`] if lengths or places do not fit.
     pub fn copy_to(&self, range: Range<usize>, buffer: &mut Buffer, at: usize) -> Result<()> {
         self.check_range(&range, buffer.len().saturating_sub(at).min(range.len()))?;
         with_element!(self.tensor.dtype(), T => {
+            #[cfg(feature = "cuda")]
+            if self.is_cuda() {
+                return cuda::copy_to::<T>(&self.tensor, range, buffer, at);
+            }
             let out = &mut buffer.as_mut_slice::<T>()?[at..at + range.len()];
             with_values::<T, _>(&self.tensor, |values| out.copy_from_slice(&values[range]))
         })
     }
 
-    /// Overwrites elements `range` in place by those of `buffer`, which has the parameter's dtype, from element `at` on.
+    /// Overwrites elements `range` in place by those of `buffer`, which has the parameter's dtype, from element `at` on. The
+    /// buffer lies where the parameter does, or in the host's memory.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for another dtype; [`Error::InvalidArgument`] if lengths do not fit.
+    /// See [`copy_to`](Self::copy_to).
     pub fn copy_from(&self, range: Range<usize>, buffer: &Buffer, at: usize) -> Result<()> {
         self.check_range(&range, buffer.len().saturating_sub(at).min(range.len()))?;
         with_element!(self.tensor.dtype(), T => {
+            #[cfg(feature = "cuda")]
+            if self.is_cuda() {
+                return cuda::copy_from::<T>(&self.tensor, range, buffer, at);
+            }
             let values = &buffer.as_slice::<T>()?[at..at + range.len()];
             with_values_mut::<T, _>(&self.tensor, |own| own[range].copy_from_slice(values))
         })
@@ -125,9 +149,34 @@ impl Param {
     /// Writes elements `range` (row-major), of any float dtype, as little-endian bytes.
     pub(crate) fn write_le(&self, range: Range<usize>, out: &mut dyn Write) -> Result<()> {
         with_element!(self.tensor.dtype(), T => {
+            #[cfg(feature = "cuda")]
+            if self.is_cuda() {
+                return cuda::write_le::<T>(&self.tensor, range, out)
+                    .map_err(|e| Error::parameter(&self.name, format!("writing its values: {e}")));
+            }
             with_values::<T, _>(&self.tensor, |values| write_le(&values[range], out))?
         })
         .map_err(|e| Error::parameter(&self.name, format!("writing its values: {e}")))
+    }
+
+    /// Lets `f` overwrite elements `range` in place: it gets their positions in `range` and their memory, all at once on the
+    /// CPU, and piece by piece on a device, to which they are copied.
+    pub(crate) fn write_with<T: Element>(
+        &self,
+        range: Range<usize>,
+        mut f: impl FnMut(Range<usize>, &mut [T]) -> Result<()>,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.is_cuda() {
+            return cuda::write_with::<T>(&self.tensor, range, f);
+        }
+        with_values_mut::<T, _>(&self.tensor, |own| f(0..range.len(), &mut own[range]))?
+    }
+
+    /// True if the values lie in the memory of a CUDA device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_cuda(&self) -> bool {
+        self.tensor.device().is_cuda()
     }
 
     fn check_range(&self, range: &Range<usize>, len: usize) -> Result<()> {
@@ -145,7 +194,8 @@ impl Param {
     /// A copy of the values, of any float dtype.
     pub(crate) fn to_buffer(&self, ledger: &Ledger) -> Result<Buffer> {
         let (dtype, len) = (self.tensor.dtype(), self.num_elements());
-        let mut buffer = Buffer::reserved(dtype, len, ledger, Category::Communication)?;
+        let (device, category) = (self.tensor.device(), Category::Communication);
+        let mut buffer = Buffer::reserved_on(dtype, len, device, ledger, category)?;
         self.copy_to(0..len, &mut buffer, 0)?;
         Ok(buffer)
     }

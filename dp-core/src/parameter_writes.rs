@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::non_finite::first_over_ranks;
 use crate::optim::Optimizer;
 use crate::param::{ParamKind, with_values};
+use crate::param_flags::ParamFlags;
 use crate::replica::broadcast_values;
 
 static ALTERED: LazyLock<Arc<str>> =
@@ -83,7 +84,11 @@ impl<O: Optimizer> Engine<O> {
 
     /// Fails if a parameter that this rank owns a part of is not its master rounded.
     pub(crate) fn check_masters(&self) -> Result<()> {
-        match self.first_altered(&mut Vec::new())? {
+        let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
+        let mut flags = ParamFlags::new(params.len(), self.store.device())?;
+        self.masters
+            .find_altered(layout, params, owned, &mut flags)?;
+        match first_in_order(&self.order, flags.read()?) {
             Some(position) => Err(self.altered(position)),
             None => Ok(()),
         }
@@ -94,23 +99,16 @@ impl<O: Optimizer> Engine<O> {
         if self.masters.is_empty() {
             return Ok(());
         }
-        let mut flags = std::mem::take(&mut self.scratch.flags);
-        let mine = self.first_altered(&mut flags);
-        self.scratch.flags = flags;
+        let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
+        let flags = &mut self.scratch.flags;
+        flags.clear()?;
+        self.masters.find_altered(layout, params, owned, flags)?;
+        let mine = first_in_order(&self.order, flags.read()?);
         let buffer = &mut self.scratch.first_of_rank;
-        match first_over_ranks(mine?, &ALTERED, self.comm.as_ref(), buffer)? {
+        match first_over_ranks(mine, &ALTERED, self.comm.as_ref(), buffer)? {
             Some((position, _)) => Err(self.altered(position)),
             None => Ok(()),
         }
-    }
-
-    /// The position in the order that ranks share.
-    fn first_altered(&self, altered: &mut Vec<bool>) -> Result<Option<usize>> {
-        let (layout, params, owned) = (&self.layout, &self.params, &self.owned);
-        altered.clear();
-        altered.resize(params.len(), false);
-        self.masters.find_altered(layout, params, owned, altered)?;
-        Ok(self.order.iter().position(|i| altered[*i]))
     }
 
     fn altered(&self, position: usize) -> Error {
@@ -118,4 +116,9 @@ impl<O: Optimizer> Engine<O> {
             parameter: self.params[self.order[position]].name().to_string(),
         }
     }
+}
+
+/// The first position, in the order that ranks share, of a parameter whose flag is raised.
+fn first_in_order(order: &[usize], raised: &[bool]) -> Option<usize> {
+    order.iter().position(|i| raised[*i])
 }

@@ -5,8 +5,13 @@ use half::{bf16, f16};
 use multiversion::multiversion;
 
 use crate::buffer::{Buffer, Element};
+#[cfg(feature = "cuda")]
+use crate::cuda::Kernels;
 use crate::error::{Error, Result};
+#[cfg(feature = "cuda")]
+use crate::param::with_cuda;
 use crate::param::with_values;
+use crate::param_flags::ParamFlags;
 
 /// What the gradients of 16-bit parameters are kept in, between backward and step (`grad_accum_dtype` in DeepSpeed's
 /// `data_types`). Gradients of f32 parameters are f32.
@@ -111,19 +116,28 @@ pub(crate) fn not_trainable(what: &str, dtype: DType) -> Error {
 /// Elements that are converted at a time, so that they stay in the first-level cache.
 pub(crate) const CHUNK: usize = 2048;
 
-/// Copies the values of a tensor of any layout, times `factor`, to `out`, or adds them in f32 and rounds once. False if a
-/// result is not finite; without `watch`, nobody looks.
+/// Copies the values of a tensor of any layout, times `factor`, to `out`, or adds them in f32 and rounds once. `watch`: raises
+/// the flag of this parameter if a result is not finite; without it, nobody looks.
 pub(crate) fn read_gradient(
     grad: &Tensor,
     out: &mut Buffer,
     range: std::ops::Range<usize>,
     factor: f32,
     accumulate: bool,
-    watch: bool,
-) -> Result<bool> {
+    watch: Option<(&mut ParamFlags, usize)>,
+) -> Result<()> {
     // Candle's backward hands out sums it has just made, which are contiguous: then this copies nothing.
     let grad = grad.contiguous()?;
     with_trainable!(grad.dtype(), G => with_trainable!(out.dtype(), T => {
+        #[cfg(feature = "cuda")]
+        if out.is_cuda() {
+            let mut out = out.cuda_mut()?.view_mut::<T>(range)?;
+            let mut flag = watch.map(|(flags, param_idx)| flags.on_cuda(param_idx)).transpose()?;
+            return with_cuda::<G, _>(&grad, |device, values| {
+                let kernels = Kernels::of(device)?;
+                kernels.read_gradient(&values, &mut out, factor, accumulate, flag.as_mut())
+            });
+        }
         let out = &mut out.as_mut_slice::<T>()?[range];
         with_values(&grad, |values: &[G]| {
             match (accumulate, factor == 1.0) {
@@ -131,7 +145,11 @@ pub(crate) fn read_gradient(
                 (false, true) => convert::<G, T>(values, out),
                 (_, false) => add_scaled::<G, T>(values, factor, accumulate, out),
             }
-            !watch || out.iter().all(|x| x.to_acc().is_finite())
+            if let Some((flags, param_idx)) = watch
+                && !out.iter().all(|x| x.to_acc().is_finite())
+            {
+                flags.raise(param_idx);
+            }
         })
     }))
 }
@@ -139,6 +157,12 @@ pub(crate) fn read_gradient(
 /// Overwrites `to` with `from`, rounded once where `to` is narrower. Both have the same length.
 pub(crate) fn convert_buffer(from: &Buffer, to: &mut Buffer) -> Result<()> {
     with_trainable!(from.dtype(), F => with_trainable!(to.dtype(), T => {
+        #[cfg(feature = "cuda")]
+        if from.is_cuda() {
+            let (from, to) = (from.cuda()?, to.cuda_mut()?);
+            let (kernels, whole) = (Kernels::of(from.device())?, 0..to.len());
+            return kernels.convert::<F, T>(&from.view(0..from.len())?, &mut to.view_mut(whole)?);
+        }
         convert::<F, T>(from.as_slice()?, to.as_mut_slice()?);
         Ok(())
     }))

@@ -21,10 +21,11 @@ use crate::config::EngineConfig;
 use crate::error::{Error, Result};
 use crate::hook::GradientSink;
 use crate::loss::WeightedLoss;
-use crate::memory::Ledger;
 use crate::param::Param;
+use crate::param_flags::ParamFlags;
 use crate::precision::read_gradient;
 use crate::step_clock::Reductions;
+use crate::store::ParamStore;
 use crate::strategy::{BufferPool, PoolSize, Strategy};
 use crate::summary::{Summary, Weights};
 use crate::trace::phase;
@@ -60,7 +61,7 @@ struct State {
     /// Per parameter: used by this rank in this window.
     used: Vec<bool>,
     /// Per parameter: a gradient of this rank in this window was not finite; looked at only if `watch_finite`.
-    not_finite: Vec<bool>,
+    not_finite: ParamFlags,
     watch_finite: bool,
     /// The weights of this rank's micro-batches in this window.
     mine: Weights,
@@ -82,7 +83,7 @@ struct State {
     last_summary: Option<Arc<Summary>>,
     summary_buffer: Option<Buffer>,
     /// Per parameter, for `settle`.
-    altered: Vec<bool>,
+    altered: ParamFlags,
 }
 
 #[derive(Clone, Copy)]
@@ -137,13 +138,14 @@ impl Reducer {
         order: Vec<usize>,
         strategy: Box<dyn Strategy>,
         config: &EngineConfig,
-        ledger: &Ledger,
+        store: &ParamStore,
     ) -> Result<Self> {
         let (num_params, num_buckets) = (params.len(), layout.buckets().len());
         let watch_finite = config.skips_non_finite();
+        let (device, ledger) = (store.device(), store.ledger());
         let convert = |dtype| PoolSize::to_convert(&layout, dtype);
         let wire = match config.communication_dtype.and_then(convert) {
-            Some(size) => Some((size.dtype, BufferPool::new(size, ledger)?)),
+            Some(size) => Some((size.dtype, BufferPool::new(size, device, ledger)?)),
             None => None,
         };
         Ok(Self(Mutex::new(State {
@@ -169,13 +171,13 @@ impl Reducer {
             wire,
             warned_order: false,
             reduced: vec![false; num_buckets],
-            not_finite: vec![false; num_params],
+            not_finite: ParamFlags::new(num_params, device)?,
             watch_finite,
             mine: Weights::default(),
             summary: None,
             last_summary: None,
             summary_buffer: None,
-            altered: vec![false; num_params],
+            altered: ParamFlags::new(num_params, device)?,
         })))
     }
 
@@ -232,13 +234,13 @@ impl Reducer {
     /// Waits for all reductions of the window, and sums up what the ranks did. Then gradients are weighted means.
     ///
     /// `agreement`: what all ranks must be about to do alike. It is the label of the summary's collective, so a rank that
-    /// differs is a mismatch, which names both sides. `find_altered` sets, per parameter, whether its value is not the
-    /// one that this rank has given it.
+    /// differs is a mismatch, which names both sides. `find_altered` raises the flags of the parameters whose values are not
+    /// those that this rank has given them.
     pub fn settle(
         &self,
         agreement: Arc<str>,
         step: u64,
-        find_altered: impl FnOnce(&mut [bool]) -> Result<()>,
+        find_altered: impl FnOnce(&mut ParamFlags) -> Result<()>,
     ) -> Result<Arc<Summary>> {
         let mut state = self.0.lock();
         state.refuse_after_failure()?;
@@ -255,13 +257,13 @@ impl Reducer {
             summary_buffer,
             ..
         } = &mut *state;
-        altered.fill(false);
+        altered.clear()?;
         find_altered(altered)?;
         let mut buffer = match summary_buffer.take() {
             Some(buffer) => buffer,
             None => Weights::buffer(order),
         };
-        mine.write(order, used, altered, &mut buffer)?;
+        mine.write(order, used, altered.read()?, &mut buffer)?;
         let pending = state.comm.start(request, buffer);
         let pending = state.remember(pending)?;
         let before = state.comm.clock().spent();
@@ -293,16 +295,17 @@ impl Reducer {
     }
 
     /// Forgets the window's gradients.
-    pub fn reset_window(&self) {
+    pub fn reset_window(&self) -> Result<()> {
         let mut state = self.0.lock();
         state.written.fill(false);
         state.used.fill(false);
-        state.not_finite.fill(false);
+        state.not_finite.clear()?;
         state.mine = Weights::default();
         if let Some(summary) = state.summary.take() {
             state.last_summary = Some(summary);
         }
         state.reduced.fill(false);
+        Ok(())
     }
 
     /// Remembers an error that ends the group of ranks.
@@ -318,9 +321,9 @@ impl Reducer {
         self.0.lock().failure.clone()
     }
 
-    /// True if a gradient that this rank computed in this window was not finite.
-    pub fn was_not_finite(&self, param_idx: usize) -> bool {
-        self.0.lock().not_finite[param_idx]
+    /// Shows `f`, per parameter, whether a gradient that this rank computed in this window was not finite.
+    pub fn with_not_finite<R>(&self, f: impl FnOnce(&[bool]) -> R) -> Result<R> {
+        Ok(f(self.0.lock().not_finite.read()?))
     }
 
     /// Access to the strategy between backward and the next one.
@@ -406,9 +409,10 @@ impl State {
             ));
         }
         let out = self.strategy.buffer(bucket)?;
-        if !read_gradient(grad, out, range, run.factor, written, self.watch_finite)? {
-            self.not_finite[param_idx] = true;
-        }
+        let watch = self
+            .watch_finite
+            .then_some((&mut self.not_finite, param_idx));
+        read_gradient(grad, out, range, run.factor, written, watch)?;
         self.written[param_idx] = true;
         self.used[param_idx] = true;
         if !std::mem::replace(&mut self.arrived[param_idx], true) && self.expected[param_idx] {

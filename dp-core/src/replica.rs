@@ -117,7 +117,8 @@ pub(crate) fn broadcast_values(
 pub(crate) fn check_trainable(params: &[Param]) -> Result<()> {
     for param in params.iter().filter(|p| p.kind() == ParamKind::Trained) {
         let tensor = param.tensor();
-        if !is_trainable(tensor.dtype()) || !tensor.device().is_cpu() {
+        let device = tensor.device();
+        if !is_trainable(tensor.dtype()) || !(device.is_cpu() || device.is_cuda()) {
             return Err(Error::UnsupportedDType {
                 what: format!(
                     "training parameter `{}` on {:?}",
@@ -125,7 +126,7 @@ pub(crate) fn check_trainable(params: &[Param]) -> Result<()> {
                     tensor.device().location()
                 ),
                 dtype: tensor.dtype().as_str(),
-                supported: "f32, f16 or bf16 on the CPU",
+                supported: "f32, f16 or bf16, on the CPU and on CUDA",
             });
         }
     }

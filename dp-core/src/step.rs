@@ -1,5 +1,8 @@
 //! The second half of a training step: from reduced gradients to new parameters.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
@@ -72,11 +75,8 @@ impl<O: Optimizer> Engine<O> {
             let strategy: &dyn Strategy = strategy;
             let comm = strategy.is_sharded().then_some(self.comm.as_ref());
             let parts: ForEachPart<'_> = &|f| {
-                for bucket in 0..num_buckets {
-                    let gradient = MeanGradient::of(strategy, bucket, divisor)?;
-                    gradient.for_each_chunk(gradient.range(), |_, part| f(part))?;
-                }
-                Ok(())
+                let mut buckets = 0..num_buckets;
+                buckets.try_for_each(|b| f(&MeanGradient::of(strategy, b, divisor)?))
             };
             global_norm(kind, parts, comm, &mut self.scratch.norm)
         })?;
@@ -145,7 +145,7 @@ impl<O: Optimizer> Engine<O> {
                 self.store.ledger(),
             )?;
         }
-        self.reducer.reset_window();
+        self.reducer.reset_window()?;
         self.forget_window();
         let report = StepReport {
             step: self.steps,
@@ -246,13 +246,20 @@ impl<O: Optimizer> Engine<O> {
         used: &[bool],
         divisor: f32,
     ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.store.device().is_cuda() {
+            return self.update_owned_on_cuda(strategy, bucket, optimizers, used, divisor);
+        }
         let grad_scale = self.clipping.as_ref().map_or(1.0, |c| c.factor);
         let gradient = MeanGradient::of(strategy, bucket, divisor)?;
         let mut states: SmallVec<[&mut [f32]; 4]> = self.states[bucket]
             .iter_mut()
             .map(Buffer::as_mut_slice::<f32>)
             .collect::<Result<_>>()?;
-        let mut masters = self.masters.of_mut(bucket);
+        let mut masters = match self.masters.of_mut(bucket) {
+            Some(masters) => Some(masters.as_mut_slice::<f32>()?),
+            None => None,
+        };
         let owned = self.owned[bucket].clone();
         let bucket = &self.layout.buckets()[bucket];
         for segment in bucket.segments(owned) {
@@ -337,33 +344,27 @@ impl<O: Optimizer> Engine<O> {
             return Ok(None);
         }
         let reduced = &mut self.scratch.flags;
-        reduced.clear();
-        reduced.resize(self.params.len(), false);
+        reduced.clear()?;
         self.reducer.with_strategy(|strategy| -> Result<()> {
             for (index, bucket) in self.layout.buckets().iter().enumerate() {
                 let gradient = MeanGradient::of(strategy, index, divisor)?;
                 for segment in bucket.segments(self.owned[index].clone()) {
-                    let mut finite = true;
-                    gradient.for_each_chunk(segment.in_owned, |_, part| {
-                        finite &= part.iter().all(|g| g.is_finite());
-                    })?;
-                    reduced[segment.param_idx] |= !finite && used[segment.param_idx];
+                    if used[segment.param_idx] {
+                        gradient.find_non_finite(segment.in_owned, reduced, segment.param_idx)?;
+                    }
                 }
             }
             Ok(())
         })?;
         // Even numbers: computed here; odd ones: seen only in the sum. The least one wins.
-        let mine = self
-            .order
-            .iter()
-            .enumerate()
-            .find_map(|(position, &index)| {
-                if self.reducer.was_not_finite(index) {
-                    Some(2 * position)
-                } else {
-                    reduced[index].then_some(2 * position + 1)
-                }
-            });
+        let (reduced, order) = (reduced.read()?, &self.order);
+        let mine = self.reducer.with_not_finite(|computed| {
+            let mut positions = order.iter().enumerate();
+            positions.find_map(|(position, &index)| match computed[index] {
+                true => Some(2 * position),
+                false => reduced[index].then_some(2 * position + 1),
+            })
+        })?;
         let buffer = &mut self.scratch.first_of_rank;
         let first = first_over_ranks(mine, &NON_FINITE, self.comm.as_ref(), buffer)?;
         Ok(first.map(|(code, rank)| SkipReason::NonFinite {

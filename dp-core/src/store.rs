@@ -10,6 +10,7 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use parking_lot::Mutex;
 
+use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::hashing::{Hashing, hex};
 use crate::hook::{GradientSink, HookOp, HookSlot};
@@ -151,6 +152,14 @@ impl ParamStore {
         &self.inner.ledger
     }
 
+    /// A flat buffer of zeros on the device of the parameters, entered in the [ledger](Self::ledger) as long as it lives.
+    ///
+    /// # Errors
+    /// See [`Buffer::zeros_on`].
+    pub fn reserve(&self, dtype: DType, len: usize, category: Category) -> Result<Buffer> {
+        Buffer::reserved_on(dtype, len, self.device(), self.ledger(), category)
+    }
+
     /// The device of the parameters.
     pub fn device(&self) -> &Device {
         &self.inner.device
@@ -232,7 +241,9 @@ impl Backend {
             ));
         }
         let bytes = (shape.elem_count() * dtype.size_in_bytes()) as u64;
-        let reservation = inner.ledger.reserve(Category::Parameters, bytes);
+        let reservation = inner
+            .ledger
+            .reserve_on(&inner.device, Category::Parameters, bytes);
         let storage = match &settings.initial {
             Some(initial) => initial.load(name, &shape, dtype)?,
             None => initial_values(settings.seed, name, init, &shape, dtype)?,

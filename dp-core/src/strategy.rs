@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
-use crate::bucket::BucketLayout;
+use crate::bucket::{Bucket, BucketLayout};
 use crate::buffer::Buffer;
 use crate::comm::{Collective, Communicator, ReduceOp};
 use crate::error::Result;
+use crate::memory::Category;
 use crate::param::Param;
+use crate::store::ParamStore;
 
 pub use crate::buffer_pool::{BufferPool, BufferPools, PoolSize};
 
@@ -87,14 +89,14 @@ pub struct FullBuckets {
 }
 
 impl FullBuckets {
-    /// Allocates all buckets of `layout`, entered as gradients in `ledger`.
+    /// Allocates all buckets of `layout` on the device of `store`, entered as gradients in its ledger.
     ///
     /// # Errors
     /// If a buffer cannot be allocated.
-    pub fn new(layout: &BucketLayout, ledger: &crate::memory::Ledger) -> Result<Self> {
-        let allocate = |bucket: &crate::bucket::Bucket| {
-            let category = crate::memory::Category::Gradients;
-            Buffer::reserved(bucket.grad_dtype, bucket.padded_len, ledger, category).map(Some)
+    pub fn new(layout: &BucketLayout, store: &ParamStore) -> Result<Self> {
+        let allocate = |bucket: &Bucket| {
+            let (dtype, len) = (bucket.grad_dtype, bucket.padded_len);
+            store.reserve(dtype, len, Category::Gradients).map(Some)
         };
         let buffers = layout
             .buckets()

@@ -11,6 +11,8 @@ use crate::comm::{Collective, Communicator, ReduceOp, Request};
 use crate::error::{Error, Result};
 use crate::memory::Ledger;
 use crate::param::Param;
+#[cfg(feature = "cuda")]
+use crate::param::with_cuda;
 use crate::param::with_values;
 use crate::param_spec::ParamSpec;
 use crate::replica::{broadcast_values, check_replicas};
@@ -82,7 +84,7 @@ impl VarMapSync {
     ///
     /// # Errors
     /// Those of the collectives; [`Error::Misuse`] if the map has variables that were created after
-    /// [`new`](Self::new); [`Error::UnsupportedDType`] off the CPU.
+    /// [`new`](Self::new); [`Error::UnsupportedDType`] on devices other than the CPU and CUDA.
     pub fn all_reduce(&self, grads: &mut GradStore) -> Result<()> {
         self.refuse_late_variables()?;
         let used = self
@@ -109,11 +111,7 @@ impl VarMapSync {
             pending.push(self.comm.start(request, gradient_of(name, var, grads)?)?);
         }
         for (((_, var), _), pending) in used_vars.into_iter().zip(pending) {
-            let mean = pending.wait()?;
-            let mean = with_element!(mean.dtype(), T => {
-                Tensor::from_vec(mean.into_vec::<T>()?, var.shape(), var.device())?
-            });
-            grads.insert(var, mean);
+            grads.insert(var, mean_of(pending.wait()?, var)?);
         }
         Ok(())
     }
@@ -152,7 +150,7 @@ impl VarMapSync {
 fn gradient_of(name: &str, var: &Var, grads: &GradStore) -> Result<Buffer> {
     let dtype = var.dtype();
     let Some(grad) = grads.get(var) else {
-        return Buffer::zeros(dtype, var.elem_count());
+        return Buffer::zeros_on(dtype, var.elem_count(), var.device());
     };
     if grad.shape() != var.shape() || grad.dtype() != dtype {
         let (got, expected) = ((grad.shape(), grad.dtype()), (var.shape(), dtype));
@@ -162,7 +160,38 @@ fn gradient_of(name: &str, var: &Var, grads: &GradStore) -> Result<Buffer> {
         ));
     }
     let grad = grad.contiguous()?;
+    #[cfg(feature = "cuda")]
+    if grad.device().is_cuda() {
+        return Param::trained(name, &grad).to_buffer(&Ledger::new());
+    }
     with_element!(dtype, T => with_values::<T, _>(&grad, |values| Buffer::from_vec(values.to_vec())))
+}
+
+/// The reduced gradient of a variable.
+fn mean_of(mean: Buffer, var: &Var) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if mean.is_cuda() {
+        let tensor = var.zeros_like()?;
+        Param::trained("mean gradient", &tensor).copy_from(0..mean.len(), &mean, 0)?;
+        return Ok(tensor);
+    }
+    Ok(with_element!(mean.dtype(), T => {
+        Tensor::from_vec(mean.into_vec::<T>()?, var.shape(), var.device())?
+    }))
+}
+
+/// Where the values of a variable lie: the same number for two variables of one process means the same memory.
+fn address_of(var: &Var) -> Result<i64> {
+    with_element!(var.dtype(), T => {
+        #[cfg(feature = "cuda")]
+        if var.device().is_cuda() {
+            use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+            return with_cuda::<T, _>(var, |device, values| {
+                Ok(values.device_ptr(&device.cuda_stream()).0 as i64)
+            });
+        }
+        with_values::<T, _>(var, |v| v.as_ptr() as i64)
+    })
 }
 
 /// Fails on every rank if two ranks hold the same memory.
@@ -177,9 +206,7 @@ fn refuse_shared(vars: &[(String, Var)], comm: &dyn Communicator) -> Result<()> 
             | DType::BF16
             | DType::U8
             | DType::U32
-            | DType::I64 => {
-                with_element!(var.dtype(), T => with_values::<T, _>(var, |v| v.as_ptr() as i64))?
-            }
+            | DType::I64 => address_of(var)?,
             _ => 0,
         };
         let used = if var.elem_count() == 0 { 0 } else { address };

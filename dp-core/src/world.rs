@@ -11,6 +11,7 @@ use candle_core::Device;
 
 use crate::candle_threads;
 use crate::comm::{Communicator, GroupControl, Patience, naive_group, shared_group};
+use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::launcher::Launched;
 use crate::memory::set_thread_rank;
@@ -48,6 +49,7 @@ pub struct World {
     threads_per_rank: usize,
     stack_size: usize,
     pub(crate) backend: Backend,
+    pub(crate) devices: Devices,
     /// This process' place, where ranks are processes.
     pub(crate) launched: Option<Launched>,
 }
@@ -81,6 +83,7 @@ impl World {
             threads_per_rank: 1,
             stack_size: 256 << 20,
             backend: Backend::default(),
+            devices: Devices::default(),
             launched,
         };
         world.with_threads_per_rank(candle_threads::requested().unwrap_or(fair_share))
@@ -161,6 +164,21 @@ impl World {
         self
     }
 
+    /// What the ranks compute on; the CPU unless set. [`Rank::device`] is what a rank gets of it.
+    ///
+    /// Ranks that are threads may share a GPU: then all their buffers must lie on it, and collectives are kernels that give the
+    /// bits of the CPU's. [`run`](Self::run) fails if a device cannot be used.
+    #[must_use]
+    pub fn with_devices(mut self, devices: Devices) -> Self {
+        self.devices = devices;
+        self
+    }
+
+    /// What the ranks compute on.
+    pub fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
     /// Number of ranks.
     pub fn world_size(&self) -> usize {
         self.world_size
@@ -222,16 +240,19 @@ impl World {
         if let Some(launched) = &self.launched {
             return self.map_process(launched, f).map(|result| vec![result]);
         }
+        let devices = self.devices_of(0..self.world_size);
+        let devices = devices.map_err(|failure| E::from(failure))?;
         let (comms, control) = self.connect();
         let order = AtomicUsize::new(0);
         let outcomes: Vec<Result<T, RankError>> = std::thread::scope(|scope| {
             let supervisors: Vec<_> = comms
                 .into_iter()
+                .zip(devices)
                 .enumerate()
-                .map(|(index, comm)| {
+                .map(|(index, (comm, device))| {
                     let (f, control, order) = (&f, control.as_ref(), &order);
                     scope.spawn(move || {
-                        let rank = Rank::new(comm, index);
+                        let rank = Rank::new(comm, index, device);
                         self.supervise(index, control, order, || f(rank))
                     })
                 })
@@ -264,6 +285,22 @@ impl World {
             world_size: self.world_size,
             failures,
         }))
+    }
+
+    /// The devices of the ranks with these local numbers.
+    pub(crate) fn devices_of(&self, ranks: Range<usize>) -> Result<Vec<Device>, WorldError> {
+        let device = |rank: usize| {
+            self.devices.of(rank).map_err(|error| WorldError {
+                world_size: self.world_size,
+                failures: vec![RankError {
+                    rank,
+                    cause: Cause::Error(error.into()),
+                    consequence: false,
+                    order: 0,
+                }],
+            })
+        };
+        ranks.map(device).collect()
     }
 
     fn connect(&self) -> (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>) {
@@ -333,12 +370,22 @@ pub struct Rank {
 
 impl Rank {
     /// The rank behind `comm`.
-    pub(crate) fn new(comm: Arc<dyn Communicator>, local_rank: usize) -> Self {
-        Self {
+    pub(crate) fn new(comm: Arc<dyn Communicator>, local_rank: usize, device: Device) -> Self {
+        let rank = Self {
             comm,
-            device: Device::Cpu,
+            device,
             local_rank,
+        };
+        // All CUDA devices of Candle begin with one constant seed, so ranks would draw the same dropout masks.
+        if rank.device.is_cuda()
+            && let Err(error) = rank.device.set_seed(rank.seed(0))
+        {
+            tracing::warn!(
+                "rank {}: its GPU's generator has no seed: {error}",
+                rank.rank()
+            );
         }
+        rank
     }
 
     /// This rank, `0 <= rank < world_size`.
@@ -372,7 +419,7 @@ impl Rank {
         z ^ (z >> 31)
     }
 
-    /// The device this rank computes on.
+    /// The device this rank computes on: see [`World::with_devices`].
     pub fn device(&self) -> &Device {
         &self.device
     }

@@ -23,17 +23,20 @@ impl World {
                 failures,
             })
         };
-        let group = self.begin(launched).map_err(|error| {
+        let error_here = |error: Error| {
             failed(vec![RankError {
                 rank: launched.rank,
                 cause: Cause::Error(error.into()),
                 consequence: false,
                 order: 0,
             }])
-        })?;
-        let rank = Rank::new(group.comm(), launched.local_rank.unwrap_or(launched.rank));
+        };
+        let group = self.begin(launched).map_err(error_here)?;
+        let local_rank = launched.local_rank.unwrap_or(launched.rank);
         let outcome = self.supervise(launched.rank, group.as_ref(), &AtomicUsize::new(0), || {
-            f(rank)
+            // Here, so that the others hear of it if there is no such device.
+            let device = self.devices.of(local_rank).map_err(error_here)?;
+            f(Rank::new(group.comm(), local_rank, device))
         });
         let (outcome, mut failures) = group.end(outcome);
         match outcome {

@@ -1,10 +1,12 @@
 use std::sync::Mutex;
 
 use candle_core::{DType, Tensor};
-use dp_core::{Buffer, DistributedDataParallel, Error, ParamStore, ReduceOp, Sgd, Trainer, World};
+use dp_core::{
+    Buffer, Devices, DistributedDataParallel, Error, ParamStore, ReduceOp, Sgd, Trainer, World,
+};
 
 use crate::support::{
-    builder, expect_error, guarded, isolated, ones, ranks, ranks_of, values, world,
+    builder, expect_error, failing_ranks, guarded, isolated, ones, ranks, ranks_of, values, world,
 };
 
 #[test]
@@ -182,4 +184,16 @@ fn launchers_of_several_processes_are_refused() {
             4
         );
     });
+}
+
+#[test]
+fn a_device_that_cannot_be_used_is_named_before_a_rank_runs() {
+    let world = world(2).with_devices(Devices::Cuda(vec![9999]));
+    let error = failing_ranks(world, |_| unreachable!("no rank has a device"));
+    let text = error.to_string();
+    let expected = match cfg!(feature = "cuda") {
+        true => "CUDA device 9999 cannot be used",
+        false => "build with the feature `cuda`",
+    };
+    assert!(text.contains(expected), "{text}");
 }

@@ -40,7 +40,7 @@ pub(crate) fn gather_parameters(
         }
         let mut buffer = buffers.lend(index, bucket)?;
         // Padding travels too; zeros keep what is sent defined.
-        buffer.fill_zero(bucket.len()..bucket.padded_len);
+        buffer.fill_zero(bucket.len()..bucket.padded_len)?;
         for segment in bucket.segments(bucket.slice(rank, world_size)) {
             params[segment.param_idx].copy_to(
                 segment.in_param,

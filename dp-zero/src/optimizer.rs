@@ -115,8 +115,8 @@ impl<O: Optimizer> ZeroOptimizer<O> {
             &config.engine,
             |layout, store, comm| {
                 Ok(match stage {
-                    ZeroStage::One => Box::new(Zero1::new(layout, store.ledger(), comm.rank())?),
-                    ZeroStage::Two => Box::new(Zero2::new(layout, store.ledger(), comm.rank())?),
+                    ZeroStage::One => Box::new(Zero1::new(layout, store, comm.rank())?),
+                    ZeroStage::Two => Box::new(Zero2::new(layout, store, comm.rank())?),
                 })
             },
         )?;

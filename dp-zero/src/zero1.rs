@@ -4,9 +4,8 @@ use std::ops::Range;
 
 use dp_core::bucket::Bucket;
 use dp_core::comm::Collective;
-use dp_core::memory::Ledger;
 use dp_core::strategy::{BufferPools, FullBuckets, PoolSize, Strategy};
-use dp_core::{BucketLayout, Buffer, Communicator, Param, ReduceOp, Result};
+use dp_core::{BucketLayout, Buffer, Communicator, Param, ParamStore, ReduceOp, Result};
 
 use crate::gather::{GatherBuffers, InFlight, gather_parameters};
 
@@ -21,11 +20,11 @@ pub(crate) struct Zero1 {
 }
 
 impl Zero1 {
-    pub(crate) fn new(layout: &BucketLayout, ledger: &Ledger, rank: usize) -> Result<Self> {
+    pub(crate) fn new(layout: &BucketLayout, store: &ParamStore, rank: usize) -> Result<Self> {
         Ok(Self {
             slices: own_slices(layout, rank),
-            gradients: FullBuckets::new(layout, ledger)?,
-            pools: BufferPools::new(&PoolSize::to_gather(layout), ledger)?,
+            gradients: FullBuckets::new(layout, store)?,
+            pools: BufferPools::new(&PoolSize::to_gather(layout), store)?,
             in_flight: InFlight::new(),
         })
     }

@@ -5,9 +5,9 @@ use std::ops::Range;
 use candle_core::DType;
 use dp_core::bucket::Bucket;
 use dp_core::comm::Collective;
-use dp_core::memory::{Category, Ledger};
+use dp_core::memory::Category;
 use dp_core::strategy::{BufferPools, PoolSize, Strategy};
-use dp_core::{BucketLayout, Buffer, Communicator, Error, Param, ReduceOp, Result};
+use dp_core::{BucketLayout, Buffer, Communicator, Error, Param, ParamStore, ReduceOp, Result};
 
 use crate::gather::{GatherBuffers, InFlight, gather_parameters};
 use crate::zero1::own_slices;
@@ -26,18 +26,20 @@ pub(crate) struct Zero2 {
 }
 
 impl Zero2 {
-    pub(crate) fn new(layout: &BucketLayout, ledger: &Ledger, rank: usize) -> Result<Self> {
+    pub(crate) fn new(layout: &BucketLayout, store: &ParamStore, rank: usize) -> Result<Self> {
         let slices = own_slices(layout, rank);
-        let shards = layout.buckets().iter().zip(&slices).map(|(b, slice)| {
-            Buffer::reserved(b.grad_dtype, slice.len(), ledger, Category::Gradients)
-        });
+        let shards = layout
+            .buckets()
+            .iter()
+            .zip(&slices)
+            .map(|(b, slice)| store.reserve(b.grad_dtype, slice.len(), Category::Gradients));
         let bucket = |b: &Bucket| (b.grad_dtype, b.padded_len);
         Ok(Self {
             shards: shards.collect::<Result<_>>()?,
             slices,
             buckets: layout.buckets().iter().map(bucket).collect(),
             open: layout.buckets().iter().map(|_| None).collect(),
-            transient: BufferPools::new(&PoolSize::to_reduce_and_gather(layout), ledger)?,
+            transient: BufferPools::new(&PoolSize::to_reduce_and_gather(layout), store)?,
             in_flight: InFlight::new(),
         })
     }

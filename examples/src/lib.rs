@@ -5,6 +5,7 @@ pub mod html;
 pub mod line_chart;
 pub mod logging;
 pub mod machine;
+pub mod measurement;
 pub mod memory_check;
 pub mod options;
 pub mod pages;

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use candle_core::DType;
 use clap::ValueEnum;
-use dp_core::{GradAccumDType, World};
+use dp_core::{Devices, GradAccumDType, World};
 use dp_zero::Sharding;
 use serde::Serialize;
 
@@ -67,6 +67,25 @@ pub fn dtype(name: &str) -> Result<DType, String> {
         "bf16" => Ok(DType::BF16),
         "f16" => Ok(DType::F16),
         _ => Err("expected f32, bf16 or f16".to_string()),
+    }
+}
+
+/// Where ranks compute: `cpu`; `cuda`, which is the first GPU for all of them; or GPUs dealt out in turn, as in `cuda:0,1`.
+///
+/// # Errors
+/// Other names.
+pub fn devices(name: &str) -> Result<Devices, String> {
+    let expected =
+        || format!("expected cpu, cuda, or numbers of GPUs as in cuda:0,1, not `{name}`");
+    match name.split_once(':') {
+        None if name == "cpu" => Ok(Devices::Cpu),
+        None if name == "cuda" => Ok(Devices::Cuda(vec![0])),
+        Some(("cuda", ordinals)) => {
+            let ordinals = ordinals.split(',').map(|o| o.trim().parse::<usize>());
+            let ordinals = ordinals.collect::<Result<Vec<_>, _>>();
+            ordinals.map(Devices::Cuda).map_err(|_| expected())
+        }
+        _ => Err(expected()),
     }
 }
 
@@ -136,4 +155,23 @@ pub fn writable(option: &str, path: &std::path::Path) -> anyhow::Result<()> {
         .open(path);
     file.map(drop)
         .map_err(|e| anyhow::anyhow!("{option}: cannot write {}: {e}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_by_name() {
+        assert_eq!(devices("cpu"), Ok(Devices::Cpu));
+        assert_eq!(devices("cuda"), Ok(Devices::Cuda(vec![0])));
+        assert_eq!(devices("cuda:2"), Ok(Devices::Cuda(vec![2])));
+        assert_eq!(devices("cuda:0,1"), Ok(Devices::Cuda(vec![0, 1])));
+        for wrong in ["", "gpu", "cuda:", "cuda:x", "cpu:0", "cuda:0,"] {
+            assert!(
+                devices(wrong).is_err_and(|e| e.contains("cuda:0,1")),
+                "{wrong}"
+            );
+        }
+    }
 }

@@ -18,8 +18,9 @@ use crate::buffer::with_element;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::masters::MASTER;
+use crate::masters::take_value;
 use crate::optim::{LrSchedule, Optimizer};
-use crate::param::{ParamKind, with_values_mut};
+use crate::param::ParamKind;
 use crate::param_spec::ParamSpec;
 use crate::replica::broadcast_values;
 use crate::trace::phase;
@@ -385,30 +386,31 @@ impl<O: Optimizer> Engine<O> {
                 if saved {
                     let (name, range) = (param.name(), segment.in_param.clone());
                     with_element!(param.tensor().dtype(), T => {
-                        with_values_mut::<T, _>(param.tensor(), |v| {
-                            shards.read(name, VALUE, range.clone(), &mut v[range])
-                        })??
+                        param.write_with::<T>(range.clone(), |at, values| {
+                            shards.read(name, VALUE, within(&range, at), values)
+                        })?
                     });
                 }
+                let (range, owned) = (&segment.in_param, &segment.in_owned);
                 if let Some(masters) = self.masters.of_mut(index) {
-                    let masters = &mut masters[segment.in_owned.clone()];
                     match saved {
-                        true => {
-                            shards.read(param.name(), MASTER, segment.in_param.clone(), masters)?
-                        }
-                        false => param.read(segment.in_param.clone(), masters)?,
+                        true => masters.write_with::<f32>(owned.clone(), |at, masters| {
+                            shards.read(param.name(), MASTER, within(range, at), masters)
+                        })?,
+                        false => take_value(param, range.clone(), masters, owned.clone())?,
                     }
                 }
                 let names = self.groups.groups()[self.group_of[segment.param_idx]]
                     .optimizer
                     .state_names();
                 for (i, state) in self.states[index].iter_mut().enumerate() {
-                    let numbers = &mut state.as_mut_slice::<f32>()?[segment.in_owned.clone()];
                     match names.get(i) {
-                        Some(state) if saved => {
-                            shards.read(param.name(), state, segment.in_param.clone(), numbers)?
+                        Some(name) if saved => {
+                            state.write_with::<f32>(owned.clone(), |at, numbers| {
+                                shards.read(param.name(), name, within(range, at), numbers)
+                            })?
                         }
-                        _ => numbers.fill(0.0),
+                        _ => state.fill_zero(owned.clone())?,
                     }
                 }
             }
@@ -423,12 +425,19 @@ impl<O: Optimizer> Engine<O> {
             {
                 let len = param.num_elements();
                 with_element!(param.tensor().dtype(), T => {
-                    with_values_mut::<T, _>(param.tensor(), |v| shards.read(param.name(), VALUE, 0..len, v))??
+                    param.write_with::<T>(0..len, |at, values| {
+                        shards.read(param.name(), VALUE, at, values)
+                    })?
                 });
             }
         }
         Ok(())
     }
+}
+
+/// The part `at` of a range.
+fn within(range: &Range<usize>, at: Range<usize>) -> Range<usize> {
+    range.start + at.start..range.start + at.end
 }
 
 fn by_name(manifest: &Manifest) -> HashMap<&str, &ParamRecord> {

@@ -22,7 +22,6 @@ use crate::buffer::Buffer;
 use crate::comm::Communicator;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::little_endian::write_le;
 use crate::masters::MASTER;
 use crate::memory::Category;
 use crate::optim::Optimizer;
@@ -136,8 +135,8 @@ impl std::fmt::Debug for PendingSave {
 struct Piece<'a> {
     param: &'a Param,
     range: Range<usize>,
-    /// The state's name and numbers; `None`: the value.
-    state: Option<(&'static str, &'a [f32])>,
+    /// The state's name, and where its numbers lie; `None`: the value.
+    state: Option<(&'static str, &'a Buffer, Range<usize>)>,
 }
 
 impl<'a> Piece<'a> {
@@ -146,23 +145,26 @@ impl<'a> Piece<'a> {
             key: piece_key(
                 self.param.name(),
                 &self.range,
-                self.state.map_or(VALUE, |(name, _)| name),
+                self.state.as_ref().map_or(VALUE, |(name, _, _)| name),
             ),
-            dtype: self
-                .state
-                .map_or(self.param.tensor().dtype(), |_| DType::F32),
+            dtype: self.dtype(),
             shape: vec![self.range.len()],
             write: Box::new(write),
         }
     }
 
+    fn dtype(&self) -> DType {
+        let state = self.state.as_ref();
+        state.map_or(self.param.tensor().dtype(), |_| DType::F32)
+    }
+
     fn write(&self, out: &mut dyn Write) -> io::Result<()> {
-        match self.state {
+        match &self.state {
             None => self
                 .param
                 .write_le(self.range.clone(), out)
                 .map_err(io::Error::other),
-            Some((_, numbers)) => write_le(numbers, out),
+            Some((_, buffer, at)) => buffer.write_le(at.clone(), out),
         }
     }
 }
@@ -209,9 +211,7 @@ impl<O: Optimizer> Engine<O> {
 
     /// A piece with numbers of its own, entered in the ledger.
     fn copy(&self, piece: &Piece<'_>) -> Result<Item<'static>> {
-        let dtype = piece
-            .state
-            .map_or(piece.param.tensor().dtype(), |_| DType::F32);
+        let dtype = piece.dtype();
         let bytes = piece.range.len() * dtype.size_in_bytes();
         let mut copy =
             Buffer::reserved(DType::U8, bytes, self.store.ledger(), Category::Checkpoint)?;
@@ -292,21 +292,14 @@ impl<O: Optimizer> Engine<O> {
                 });
                 // Plain data parallelism keeps the state of the whole bucket.
                 let start = segment.in_bucket.start - self.owned[index].start;
-                for (name, state) in names.iter().zip(&self.states[index]) {
-                    let numbers = state.as_slice::<f32>().unwrap_or_default();
-                    let numbers = &numbers[start..start + segment.in_bucket.len()];
+                let at = start..start + segment.in_bucket.len();
+                let states = names.iter().copied().zip(&self.states[index]);
+                let master = self.masters.of(index).map(|masters| (MASTER, masters));
+                for (name, buffer) in states.chain(master) {
                     pieces.push(Piece {
                         param,
                         range: segment.in_param.clone(),
-                        state: Some((name, numbers)),
-                    });
-                }
-                if let Some(masters) = self.masters.of(index) {
-                    let numbers = &masters[start..start + segment.in_bucket.len()];
-                    pieces.push(Piece {
-                        param,
-                        range: segment.in_param.clone(),
-                        state: Some((MASTER, numbers)),
+                        state: Some((name, buffer, at.clone())),
                     });
                 }
             }

@@ -3,6 +3,11 @@
 //! States of a slot: *open* (some buffers missing; nobody touches any) -> *ready* (all there; chunks are claimed) ->
 //! *done* (every chunk finished; each owner takes its buffer back) -> *free* (no [`Hold`] is left, no buffer either; the
 //! slot may serve another collective).
+//!
+//! Buffers on a CUDA device are not cut into chunks: one rank starts the kernels of the whole collective.
+
+#[cfg(feature = "cuda")]
+mod cuda;
 
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
@@ -17,6 +22,7 @@ use super::rendezvous::{Payload, Slot};
 use super::traffic::TrafficCounters;
 use super::{Collective, Request};
 use crate::buffer::{Buffer, Element, with_element};
+use crate::error::Result;
 
 /// Bytes of one chunk of one rank. Small enough that a rank which comes late finds some left to help with, and large
 /// enough that claiming one, and the start of the processor's prefetching, do not count.
@@ -41,6 +47,8 @@ pub(super) struct Exchange {
     finished_at: AtomicU64,
     /// Those who may still touch the buffers; see [`Hold`].
     holders: AtomicUsize,
+    #[cfg(feature = "cuda")]
+    streams: cuda::Streams,
 }
 
 /// Where one rank's buffer lies while the collective owns it.
@@ -70,6 +78,8 @@ impl Payload for Exchange {
             finished_chunks: AtomicUsize::new(0),
             finished_at: AtomicU64::new(0),
             holders: AtomicUsize::new(0),
+            #[cfg(feature = "cuda")]
+            streams: cuda::Streams::new(world_size),
         };
         exchange.renew(request, dtype, len);
         exchange
@@ -88,6 +98,8 @@ impl Payload for Exchange {
         *self.finished_at.get_mut() = 0;
         // Each rank will hold the slot; those who have not come yet, too, or it would be free before they do.
         *self.holders.get_mut() = world_size;
+        #[cfg(feature = "cuda")]
+        self.streams.renew();
     }
 }
 
@@ -124,6 +136,8 @@ impl Drop for Hold {
         let exchange = &self.0.payload;
         // AcqRel: what the others did with the buffers happened before they are freed.
         if exchange.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
+            #[cfg(feature = "cuda")]
+            exchange.streams.before_free(&exchange.berths);
             for berth in &exchange.berths {
                 drop(berth.buffer.lock().take());
             }
@@ -135,14 +149,25 @@ impl Exchange {
     /// Leaves a rank's buffer. Once per rank, before the slot is ready.
     pub fn deposit(&self, rank: usize, mut buffer: Buffer) {
         let berth = &self.berths[rank];
+        #[cfg(feature = "cuda")]
+        self.streams.leave(rank, &buffer);
         // The elements do not move when the Buffer does: they are on the heap.
         berth.start.store(buffer.as_mut_ptr(), Ordering::Release);
         *berth.buffer.lock() = Some(buffer);
     }
 
     /// Takes a rank's buffer back; `None` if it was taken before. Only when the exchange is done.
-    pub fn take(&self, rank: usize) -> Option<Buffer> {
-        self.berths[rank].buffer.lock().take()
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda) and [`Error::InvalidArgument`](crate::Error::InvalidArgument), on all ranks, if the
+    /// kernels could not be started. On the host it does not fail.
+    pub fn take(&self, rank: usize) -> Result<Option<Buffer>> {
+        let buffer = self.berths[rank].buffer.lock().take();
+        #[cfg(feature = "cuda")]
+        if let Some(buffer) = &buffer {
+            self.streams.take(buffer)?;
+        }
+        Ok(buffer)
     }
 
     /// True when every chunk is finished.
@@ -166,9 +191,15 @@ impl Exchange {
         self.is_done() || self.holders.load(Ordering::Relaxed) == 0
     }
 
-    /// Claims one chunk and does it; false if all are claimed. The slot of `hold` must be ready.
-    pub fn do_next_chunk(hold: &Hold, traffic: &[TrafficCounters]) -> bool {
+    /// Claims one chunk and does it; false if all are claimed. The slot of `hold` must be ready. `rank`: whose thread this is.
+    pub fn do_next_chunk(hold: &Hold, rank: usize, traffic: &[TrafficCounters]) -> bool {
         let exchange = &hold.payload;
+        #[cfg(feature = "cuda")]
+        if exchange.streams.on_device() {
+            return exchange.start_kernels(rank, traffic);
+        }
+        #[cfg(not(feature = "cuda"))]
+        let _ = rank;
         // Looked at first, so that the counter cannot run away.
         if exchange.next_chunk.load(Ordering::Relaxed) >= exchange.num_chunks {
             return false;
@@ -177,9 +208,8 @@ impl Exchange {
         if chunk >= exchange.num_chunks {
             return false;
         }
-        let (n, len) = (exchange.berths.len(), exchange.len);
         let home = chunk / exchange.chunks_per_slice;
-        let slice = home * len / n..(home + 1) * len / n;
+        let slice = exchange.slice(home);
         let start = slice.start + (chunk % exchange.chunks_per_slice) * exchange.chunk_len;
         let range = start.min(slice.end)..(start + exchange.chunk_len).min(slice.end);
         if !range.is_empty() {
@@ -194,13 +224,21 @@ impl Exchange {
             });
             exchange.count(home, range.len(), traffic);
         }
-        // Before the chunk counts: whoever sees all of them finished sees the latest moment.
-        let now = START.elapsed().as_nanos() as u64;
-        exchange
-            .finished_at
-            .fetch_max(now.max(1), Ordering::Relaxed);
-        exchange.finished_chunks.fetch_add(1, Ordering::AcqRel);
+        exchange.finish_chunks(1);
         true
+    }
+
+    /// The elements that are reduced for rank `home`, or come from it.
+    fn slice(&self, home: usize) -> Range<usize> {
+        let (n, len) = (self.berths.len(), self.len);
+        home * len / n..(home + 1) * len / n
+    }
+
+    fn finish_chunks(&self, count: usize) {
+        // Before the chunks count: whoever sees all of them finished sees the latest moment.
+        let now = START.elapsed().as_nanos() as u64;
+        self.finished_at.fetch_max(now.max(1), Ordering::Relaxed);
+        self.finished_chunks.fetch_add(count, Ordering::AcqRel);
     }
 
     /// # Safety

@@ -1,13 +1,14 @@
 //! The slow, obvious backend: the oracle that the others are tested against.
 //!
 //! Each rank leaves a copy of its buffer; when all copies are there, each rank computes its own result from them,
-//! element by element, in rank order. No sharing, no chunks, no progress before `wait`.
+//! element by element, in rank order. No sharing, no chunks, no progress before `wait`. Buffers in a device's memory are
+//! copied to the host and back.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use candle_core::DType;
+use candle_core::{DType, DeviceLocation};
 
 use super::rendezvous::{GroupControl, Patience, Payload, Rendezvous, Slot};
 use super::traffic::TrafficCounters;
@@ -89,7 +90,7 @@ impl Communicator for NaiveComm {
             collective,
             self.bytes_by_formula(collective, dtype.size_in_bytes(), len),
         );
-        let copy = with_element!(dtype, T => Buffer::from_vec(buffer.as_slice::<T>()?.to_vec()));
+        let copy = with_element!(dtype, T => Buffer::from_vec(buffer.to_vec::<T>()?));
         let slot = self
             .meeting
             .join(self.rank, request, dtype, len, |copies: &Copies| {
@@ -152,7 +153,18 @@ impl PendingCollective for NaivePending {
                 .filter_map(OnceLock::get)
                 .map(Buffer::as_slice::<T>)
                 .collect::<Result<_>>()?;
-            fill(slot.request.collective, rank, &copies, buffer.as_mut_slice::<T>()?);
+            let collective = slot.request.collective;
+            match buffer.location() {
+                DeviceLocation::Cpu => fill(collective, rank, &copies, buffer.as_mut_slice()?),
+                _ => {
+                    let mut values = buffer.to_vec::<T>()?;
+                    fill(collective, rank, &copies, &mut values);
+                    buffer.write_with::<T>(0..values.len(), |at, out| {
+                        out.copy_from_slice(&values[at]);
+                        Ok(())
+                    })?;
+                }
+            }
         });
         Ok(buffer)
     }

@@ -122,7 +122,7 @@ impl Communicator for SharedComm {
         let in_flight = self.group.in_flight[self.rank].lock();
         for slot in in_flight.iter().filter(|s| s.is_ready()) {
             if let Some(hold) = Hold::another(slot) {
-                self.group.work(&hold, slot.payload.fair_share());
+                self.group.work(&hold, self.rank, slot.payload.fair_share());
             }
         }
         drop(in_flight);
@@ -139,12 +139,12 @@ impl Group {
         self.in_flight[rank].lock().retain(|s| !s.payload.is_over());
     }
 
-    /// Claims and does up to `limit` chunks of a ready slot.
-    fn work(&self, hold: &Hold, limit: usize) {
+    /// Claims and does up to `limit` chunks of a ready slot, on the thread of `rank`.
+    fn work(&self, hold: &Hold, rank: usize, limit: usize) {
         debug_assert!(hold.is_ready());
         for _ in 0..limit {
             // Nobody waits for the results of a closed group.
-            if self.meeting.is_closed() || !Exchange::do_next_chunk(hold, &self.traffic) {
+            if self.meeting.is_closed() || !Exchange::do_next_chunk(hold, rank, &self.traffic) {
                 return;
             }
             if hold.payload.is_done() {
@@ -173,9 +173,9 @@ impl SharedPending {
             self.rank,
             hold,
             || hold.is_ready() && hold.payload.is_done(),
-            || group.work(hold, usize::MAX),
+            || group.work(hold, self.rank, usize::MAX),
         )?;
-        let buffer = hold.payload.take(self.rank);
+        let buffer = hold.payload.take(self.rank)?;
         // Now, so that the slot is free when the last rank has come to here, and not when this one starts something else.
         group.forget_what_is_over(self.rank);
         Ok(buffer.expect("a Pending is waited for once, and only wait takes the buffer"))

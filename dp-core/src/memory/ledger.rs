@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::allocator::{add_tracked, current_slot};
@@ -83,11 +84,19 @@ impl Ledger {
     /// Reserve *before* allocating and drop *after* freeing: then the heap never holds more framework bytes than the
     /// ledger knows, and what [`HeapUsage`](super::HeapUsage) calls untracked is never too high.
     pub fn reserve(&self, category: Category, bytes: u64) -> Reservation {
+        self.reserve_on(&Device::Cpu, category, bytes)
+    }
+
+    /// [`reserve`](Self::reserve) for memory of `device`. What lies in another memory than the host's is no part of
+    /// [`HeapUsage`](super::HeapUsage).
+    pub fn reserve_on(&self, device: &Device, category: Category, bytes: u64) -> Reservation {
         let account = &self.accounts[category as usize];
         let now = account.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
         account.peak.fetch_max(now, Ordering::Relaxed);
-        let slot = current_slot();
-        add_tracked(slot, bytes as i64);
+        let slot = device.is_cpu().then(current_slot);
+        if let Some(slot) = slot {
+            add_tracked(slot, bytes as i64);
+        }
         Reservation {
             ledger: self.clone(),
             category,
@@ -134,7 +143,8 @@ pub struct Reservation {
     ledger: Ledger,
     category: Category,
     bytes: u64,
-    slot: usize,
+    /// Whose heap holds the bytes, if a heap does.
+    slot: Option<usize>,
 }
 
 impl Drop for Reservation {
@@ -142,7 +152,9 @@ impl Drop for Reservation {
         self.ledger.accounts[self.category as usize]
             .current
             .fetch_sub(self.bytes, Ordering::Relaxed);
-        add_tracked(self.slot, -(self.bytes as i64));
+        if let Some(slot) = self.slot {
+            add_tracked(slot, -(self.bytes as i64));
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use multiversion::multiversion;
 
-use super::{Optimizer, check, unknown};
+use super::{FusedOptimizer, Optimizer, check, unknown};
 use crate::error::Result;
 
 /// AdamW with PyTorch's defaults. Per element, with gradient `g` and step `t`:
@@ -122,6 +122,10 @@ impl Optimizer for AdamW {
         };
         let factors = self.factors(step, grad_scale);
         update(&factors, values, grad, exp_avg, exp_avg_sq);
+    }
+
+    fn fused(&self) -> Option<FusedOptimizer<'_>> {
+        Some(FusedOptimizer::AdamW(self))
     }
 
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {

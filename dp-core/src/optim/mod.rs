@@ -18,6 +18,16 @@ pub(crate) use sgd::SgdFactors;
 
 use crate::error::Result;
 
+/// An update rule that there are GPU kernels for.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum FusedOptimizer<'a> {
+    /// [`AdamW`].
+    AdamW(&'a AdamW),
+    /// [`Sgd`].
+    Sgd(&'a Sgd),
+}
+
 /// Hyper-parameters of an elementwise optimizer, and its update rule.
 pub trait Optimizer: Clone + PartialEq + Send + std::fmt::Debug + 'static {
     /// The kind of optimizer, e.g. `adamw`: checkpoints name it.
@@ -37,6 +47,12 @@ pub trait Optimizer: Clone + PartialEq + Send + std::fmt::Debug + 'static {
         grad_scale: f32,
         state: &mut [&mut [f32]],
     );
+
+    /// The rule that [`update`](Self::update) applies, as one that GPUs have a kernel for (`fused=True` in PyTorch). `None`, the
+    /// default: parameters on a GPU cannot be trained with it.
+    fn fused(&self) -> Option<FusedOptimizer<'_>> {
+        None
+    }
 
     /// The hyper-parameters by name. Ranks compare them in every step, so all that influences the update belongs here.
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)>;

@@ -1,6 +1,6 @@
 //! Stochastic gradient descent: `torch.optim.SGD`.
 
-use super::{Optimizer, check, unknown};
+use super::{FusedOptimizer, Optimizer, check, unknown};
 use crate::error::Result;
 
 /// SGD with momentum, weight decay and Nesterov's variant. Per element, with gradient `g`:
@@ -113,6 +113,10 @@ impl Optimizer for Sgd {
             let direction = if nesterov { g + f.momentum * *b } else { *b };
             *w -= direction * f.lr;
         }
+    }
+
+    fn fused(&self) -> Option<FusedOptimizer<'_>> {
+        Some(FusedOptimizer::Sgd(self))
     }
 
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {

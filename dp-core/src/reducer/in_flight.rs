@@ -39,9 +39,9 @@ impl State {
         let bucket = &self.layout.buckets()[index];
         let values = self.strategy.buffer(index)?;
         for slot in bucket.slots.iter().filter(|s| !self.written[s.param_idx]) {
-            values.fill_zero(slot.range.clone());
+            values.fill_zero(slot.range.clone())?;
         }
-        values.fill_zero(bucket.len()..bucket.padded_len);
+        values.fill_zero(bucket.len()..bucket.padded_len)?;
         let (label, padded_len) = (Arc::clone(&bucket.label), bucket.padded_len);
         let own = self.strategy.take(index)?;
         let (buffer, kept) = match &mut self.wire {

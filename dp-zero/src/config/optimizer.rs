@@ -1,6 +1,6 @@
 //! An optimizer whose kind is known at run time only.
 
-use dp_core::{AdamW, Optimizer, Result, Sgd};
+use dp_core::{AdamW, FusedOptimizer, Optimizer, Result, Sgd};
 
 /// The optimizer that a configuration names.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,6 +48,10 @@ impl Optimizer for ConfiguredOptimizer {
 
     fn set_hyper_parameter(&mut self, name: &str, value: f64) -> Result<()> {
         either!(self, o => o.set_hyper_parameter(name, value))
+    }
+
+    fn fused(&self) -> Option<FusedOptimizer<'_>> {
+        either!(self, o => o.fused())
     }
 
     fn learning_rate(&self) -> f64 {

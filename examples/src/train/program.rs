@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
-use dp_core::{HyperParameters, World};
+use dp_core::{Devices, HyperParameters, World};
 
 use super::config::TrainConfig;
 use super::interrupt;
@@ -15,7 +15,7 @@ use super::pretrained::Pretrained;
 use super::report::report;
 use super::run_folder::Resume;
 use super::training::{Outcome, train};
-use crate::options::{exit_code, threads_only, writable};
+use crate::options::{devices, exit_code, threads_only, writable};
 use crate::{logging, pages};
 
 /// What `train-gpt` and `finetune` are told alike.
@@ -30,6 +30,9 @@ pub struct Arguments {
     /// Number of ranks
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     ranks: u16,
+    /// Where ranks compute: cpu; cuda, the first GPU for all of them; or GPUs in turn, as in cuda:0,1
+    #[arg(long, default_value = "cpu", value_parser = devices)]
+    device: Devices,
     /// Go on from a checkpoint: `latest` of the run's own folder (from the start, if there is none), or the folder of a checkpoint or
     /// of another run
     #[arg(long, value_parser = resume)]
@@ -84,7 +87,8 @@ fn check(arguments: &Arguments, model: Option<&Path>) -> anyhow::Result<(World, 
     let pretrained = model.map(Pretrained::open).transpose()?;
     let config = TrainConfig::from_file(&arguments.config, &arguments.set, pretrained)?;
     // Before anything starts a thread: the World can then tell Candle how many threads a rank has.
-    let mut world = World::from_env_or_threads(usize::from(arguments.ranks))?;
+    let mut world = World::from_env_or_threads(usize::from(arguments.ranks))?
+        .with_devices(arguments.device.clone());
     if config.pretrained.is_some() {
         // The model is converted once, by the process that all ranks are in.
         world = threads_only(world)?;

@@ -27,6 +27,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use candle_core::DeviceLocation;
 use parking_lot::Mutex;
 
 use super::rendezvous::{GroupControl, Patience};
@@ -249,6 +250,11 @@ impl Communicator for MpiComm {
 
     fn start(&self, request: Request, buffer: Buffer) -> Result<Pending> {
         request.validate(buffer.dtype(), buffer.len(), self.0.world_size)?;
+        if buffer.location() != DeviceLocation::Cpu {
+            let message = "MPI moves buffers of the host's memory only, and this one is on a GPU; ranks with a GPU each talk \
+                           over NCCL";
+            return Err(Error::invalid("buffer", message));
+        }
         let seq = self
             .0
             .with_engine(|engine| engine.start(&request, buffer))?;

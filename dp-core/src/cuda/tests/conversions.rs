@@ -7,6 +7,7 @@ use super::slices::{LENGTHS, Memory, assert_same, awkward, narrowed, ordinary, r
 use super::{for_float_pairs, kernels_or_skip};
 use crate::buffer::{Buffer, Element};
 use crate::error::Result;
+use crate::param_flags::ParamFlags;
 use crate::precision::{Trainable, convert, read_gradient};
 
 fn gradients_into_buckets<G: Trainable + WithDType, T: Trainable>() -> Result<()> {
@@ -36,7 +37,10 @@ fn gradients_into_buckets<G: Trainable + WithDType, T: Trainable>() -> Result<()
 
                 let grad = Tensor::from_vec(grads, len, &Device::Cpu)?;
                 let mut out = Buffer::from_vec(before);
-                let finite = read_gradient(&grad, &mut out, 0..len, factor, accumulate, true)?;
+                let mut flags = ParamFlags::new(1, &Device::Cpu)?;
+                let watch = Some((&mut flags, 0));
+                read_gradient(&grad, &mut out, 0..len, factor, accumulate, watch)?;
+                let finite = !flags.read()?[0];
                 let what = format!("factor {factor}, accumulate {accumulate}");
                 assert_same(to.get(), out.as_slice::<T>()?, &what);
                 assert_eq!(flag.get()[0] == 0, finite, "{what}, {len} elements");

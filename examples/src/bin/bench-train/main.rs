@@ -42,7 +42,8 @@ fn main() -> ExitCode {
 fn check() -> anyhow::Result<(World, Job)> {
     let options = Options::parse();
     let world = World::from_env_or_threads(usize::from(options.ranks))?
-        .with_threads_per_rank(options.threads);
+        .with_threads_per_rank(options.threads)
+        .with_devices(options.device.clone());
     let job = options.into_job(world.world_size())?;
     Ok((world, job))
 }

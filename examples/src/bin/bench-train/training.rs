@@ -2,8 +2,8 @@
 
 use anyhow::Context;
 use candle_core::Tensor;
-use dp_core::memory::{heap_usage, reset_heap_peak};
 use dp_core::{LocalReport, Rank, World};
+use dp_examples::measurement::Measurement;
 use serde::{Deserialize, Serialize};
 
 use crate::options::Job;
@@ -16,7 +16,7 @@ pub struct Run {
     pub losses: Vec<f64>,
     /// Per rank: all steps but the warm-up.
     pub times: Vec<Vec<StepTimes>>,
-    /// Growth of the heap from before the model was made to its peak, of the rank with the greatest.
+    /// Growth of the heap, or of the GPU's memory, from before the model was made to its peak, of the rank with the greatest.
     pub peak_bytes: u64,
     pub params_sha256: String,
 }
@@ -82,8 +82,7 @@ struct RankRun {
 
 /// The losses, which are those of all ranks, and what is this rank's own.
 fn train_rank(job: &Job, variant: Variant, rank: &Rank) -> anyhow::Result<(Vec<f64>, RankRun)> {
-    let heap_before = heap_usage(Some(rank.rank())).current;
-    reset_heap_peak(Some(rank.rank()));
+    let measurement = Measurement::begin(rank)?;
     let (store, model) = job.build(rank.device())?;
     let engine = variant.engine(job.bucket_caps);
     let optimizer = job.optimizer.clone();
@@ -103,10 +102,9 @@ fn train_rank(job: &Job, variant: Variant, rank: &Rank) -> anyhow::Result<(Vec<f
             times.push(StepTimes::from(trainer.local_report()));
         }
     }
-    let heap_peak = heap_usage(Some(rank.rank())).peak;
     let run = RankRun {
         times,
-        peak_bytes: heap_peak.saturating_sub(heap_before),
+        peak_bytes: measurement.end(rank, trainer.ledger().peak())?.peak,
         params_sha256: trainer.store().sha256()?,
     };
     Ok((losses, run))

@@ -3,6 +3,7 @@
 //! ```text
 //! cargo run --release                                   # 4 ranks, all strategies
 //! cargo run --release -- --ranks 2 --data my-text.txt   # other settings: --help
+//! cargo run --release --features cuda -- --device cuda  # the ranks share the first GPU
 //! mpirun -n 4 target/release/memory-per-card            # built with --features dp-core/mpi
 //! ```
 //!
@@ -45,7 +46,8 @@ fn main() -> ExitCode {
 fn run(job: &Job) -> anyhow::Result<bool> {
     let options = &job.options;
     // Before the progress bar starts its thread: the World can then tell Candle how many threads a rank has.
-    let world = World::from_env_or_threads(usize::from(options.ranks))?;
+    let world = World::from_env_or_threads(usize::from(options.ranks))?
+        .with_devices(options.device.clone());
     let progress = match world.is_main_process() {
         true => ProgressBar::new((options.strategies.len() * options.steps) as u64),
         false => ProgressBar::hidden(),

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use anyhow::Context;
 use candle_core::DType;
 use clap::Parser;
-use dp_core::{AdamW, BucketCaps, EngineConfig, GradAccumDType, LossScaling, Optimizer};
+use dp_core::{AdamW, BucketCaps, Devices, EngineConfig, GradAccumDType, LossScaling, Optimizer};
 use dp_examples::memory_check::Demand;
 use dp_examples::options::{
-    distinct, dtype, grad_accum_dtype, one_line, positive, strategy, writable,
+    devices, distinct, dtype, grad_accum_dtype, one_line, positive, strategy, writable,
 };
 use dp_models::{ByteTokens, GptConfig};
 use dp_zero::Sharding;
@@ -20,6 +20,9 @@ pub struct Options {
     /// Number of ranks (cards)
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub ranks: u16,
+    /// Where ranks compute: cpu; cuda, the first GPU for all of them; or GPUs in turn, as in cuda:0,1
+    #[arg(long, default_value = "cpu", value_parser = devices)]
+    pub device: Devices,
     /// Strategies to run, in this order
     #[arg(long, value_delimiter = ',', default_value = "ddp,zero1,zero2", value_parser = strategy)]
     pub strategies: Vec<Sharding>,
@@ -103,7 +106,7 @@ impl Options {
         if self.dtype == DType::F16 {
             engine.loss_scaling = LossScaling::dynamic();
         }
-        Demand {
+        let demand = Demand {
             model: &model.clone().into(),
             dtype: self.dtype,
             batch: self.batch,
@@ -112,9 +115,13 @@ impl Options {
             strategies: &self.strategies,
             num_states: AdamW::default().state_names().len(),
             engine: &engine,
+        };
+        // It is about the host's memory. A GPU says itself when it is full.
+        if self.device == Devices::Cpu {
+            demand
+                .check()
+                .context("--ranks, --layers, --width, --batch, --context")?;
         }
-        .check()
-        .context("--ranks, --layers, --width, --batch, --context")?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
             None => (

@@ -1,5 +1,6 @@
 //! What is measured: the content of `report.json`, which the table and the page show.
 
+use dp_core::memory::DeviceMemory;
 use dp_zero::ModelStates;
 use serde::{Deserialize, Serialize};
 
@@ -58,10 +59,14 @@ pub struct RankReport {
     pub optimizer: u64,
     /// Peak of the buffers that exist only to send or receive.
     pub communication: u64,
-    /// Peak of the heap that none of the other columns explains.
+    /// Peak of the heap, or of the GPU's memory, that none of the other columns explains. Ranks that share a GPU have equal
+    /// parts of it.
     pub activations_peak: u64,
-    /// Peak of the heap.
+    /// Peak of all.
     pub peak: u64,
+    /// What the driver has counted for the rank's GPU, all its ranks together; `None` on the CPU.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub gpu: Option<DeviceMemory>,
     pub predicted: ModelStates,
 }
 
@@ -85,7 +90,7 @@ impl StrategyReport {
         states.max().unwrap_or(0)
     }
 
-    /// Heap peak of the fullest card.
+    /// Peak of the fullest card.
     pub fn peak(&self) -> u64 {
         self.ranks.iter().map(|r| r.peak).max().unwrap_or(0)
     }

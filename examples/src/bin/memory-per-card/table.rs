@@ -20,6 +20,10 @@ pub fn print(report: &Report) {
     );
     println!("Memory per card, MiB:");
     println!("{}\n", memory_table(report));
+    if let Some(table) = driver_table(report) {
+        println!("GPU memory by the driver, all ranks of a GPU together, MiB:");
+        println!("{table}\n");
+    }
     println!("Training:");
     println!("{}\n", training_table(report));
     println!(
@@ -68,6 +72,37 @@ fn memory_table(report: &Report) -> Table {
         }
     }
     table
+}
+
+/// What the driver has counted; `None` on the CPU.
+fn driver_table(report: &Report) -> Option<Table> {
+    let mut table = new_table(&[
+        "strategy",
+        "rank",
+        "used",
+        "used peak",
+        "reserved peak",
+        "of the GPU",
+    ]);
+    let mut rows = 0;
+    for strategy in &report.strategies {
+        for rank in &strategy.ranks {
+            let Some(gpu) = &rank.gpu else { continue };
+            rows += 1;
+            add_row(
+                &mut table,
+                [
+                    strategy.name.to_string(),
+                    rank.rank.to_string(),
+                    mib(gpu.used),
+                    mib(gpu.used_peak),
+                    mib(gpu.reserved_peak),
+                    mib(gpu.total),
+                ],
+            );
+        }
+    }
+    (rows > 0).then_some(table)
 }
 
 fn training_table(report: &Report) -> Table {

@@ -4,12 +4,13 @@ use std::time::Instant;
 
 use anyhow::Context;
 use candle_core::Tensor;
-use dp_core::memory::{heap_usage, reset_heap_peak};
 use dp_core::{AdamW, DistributedSampler, ParamSpec, ParamStore, Rank, Trainer, World};
 use dp_models::Gpt;
 use dp_zero::{ModelStates, Sharding, bytes_sent_per_step};
 use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
+
+use dp_examples::measurement::Measurement;
 
 use crate::options::Job;
 use crate::report::{RankReport, StrategyReport};
@@ -65,16 +66,14 @@ fn train_rank(
     rank: &Rank,
     progress: &ProgressBar,
 ) -> anyhow::Result<RankRun> {
-    // The heap of this rank from here on; what the runs before have left is no part of it.
-    let heap_before = heap_usage(Some(rank.rank())).current;
-    reset_heap_peak(Some(rank.rank()));
-
+    // From here on; what the runs before have left is no part of it.
+    let measurement = Measurement::begin(rank)?;
     let store = ParamStore::new(rank.device()).with_seed(job.options.seed);
     let model = Gpt::new(&job.model, store.var_builder(job.options.dtype))?;
     let optimizer = AdamW::with_lr(job.options.lr);
     let engine = job.engine.clone();
     let trainer = dp_zero::trainer(sharding, store, rank.comm(), optimizer, engine)?;
-    run_steps(job, sharding, rank, &model, trainer, heap_before, progress)
+    run_steps(job, sharding, rank, &model, trainer, measurement, progress)
 }
 
 fn run_steps(
@@ -83,7 +82,7 @@ fn run_steps(
     rank: &Rank,
     model: &Gpt,
     mut trainer: Box<dyn Trainer<Optimizer = AdamW>>,
-    heap_before: u64,
+    measurement: Measurement,
     progress: &ProgressBar,
 ) -> anyhow::Result<RankRun> {
     let comm = rank.comm();
@@ -130,7 +129,7 @@ fn run_steps(
         _ => tokens as f64 / started.elapsed().as_secs_f64(),
     };
 
-    let heap = heap_usage(Some(rank.rank()));
+    let measured = measurement.end(rank, trainer.ledger().peak())?;
     let held = trainer.ledger().current();
     let num_states = 2; // AdamW: exp_avg and exp_avg_sq
     let predicted = ModelStates::of_layout(trainer.layout(), &params, sharding, num_states);
@@ -146,8 +145,9 @@ fn run_steps(
             gradients: held.gradients,
             optimizer: held.optimizer,
             communication: trainer.ledger().peak().communication,
-            activations_peak: heap.untracked_peak.saturating_sub(heap_before),
-            peak: heap.peak.saturating_sub(heap_before),
+            activations_peak: measured.activations_peak,
+            peak: measured.peak,
+            gpu: measured.gpu,
             predicted: predicted
                 .ok_or_else(|| anyhow::anyhow!("no prediction for {sharding:?}"))?,
         },

@@ -1,0 +1,32 @@
+//! The trainers on ranks that share one GPU. Without one it says so, and ends well.
+//!
+//! ```text
+//! cargo test --workspace --features cuda --test cuda
+//! ```
+
+#[path = "cuda/checkpoints.rs"]
+mod checkpoints;
+#[path = "../../dp-core/tests/cuda/harness.rs"]
+mod harness;
+#[path = "cuda/memory.rs"]
+mod memory;
+#[path = "cuda/parity.rs"]
+mod parity;
+#[path = "cuda/safeguards.rs"]
+mod safeguards;
+#[allow(dead_code)]
+mod support;
+#[path = "cuda/task.rs"]
+mod task;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let tests = [
+        parity::TESTS,
+        memory::TESTS,
+        safeguards::TESTS,
+        checkpoints::TESTS,
+    ];
+    harness::run(&tests.concat())
+}
