@@ -181,6 +181,17 @@ pub enum Error {
         message: String,
     },
 
+    /// The ranks that a launcher has started as processes have not come together.
+    #[error("rank {rank} cannot meet the other ranks at {address}: {message}")]
+    Rendezvous {
+        /// The rank that reports this error.
+        rank: usize,
+        /// Host and port where rank 0 listens.
+        address: String,
+        /// Why, and what to do.
+        message: String,
+    },
+
     /// A call of the MPI library failed.
     #[error("rank {rank}: {call} failed: {message}")]
     Mpi {

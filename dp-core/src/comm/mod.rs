@@ -18,7 +18,14 @@
 //! **Mismatches are errors**: each call carries its position in the sequence, and ranks that differ in operation,
 //! dtype, length, root or label all get [`Error::Mismatch`].
 
+// Tested in every build; used where ranks talk over NCCL.
+#[cfg(any(test, feature = "nccl"))]
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+mod control;
 mod exchange;
+#[cfg(any(test, feature = "mpi", feature = "nccl"))]
+#[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
+mod failures;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod naive;

@@ -9,12 +9,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::channel::Channel;
-use super::message::{Message, RemoteFailure};
+use super::message::Message;
 use super::peers::Peer;
 use super::staging::Staging;
 use super::transfer::{Part, Transfer};
 use crate::buffer::Buffer;
 use crate::comm::Request;
+use crate::comm::failures::RemoteFailure;
 use crate::comm::rendezvous::Failure;
 use crate::comm::traffic::TrafficCounters;
 use crate::error::Result;

@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 use candle_core::DeviceLocation;
 use parking_lot::Mutex;
 
+use super::failures::RemoteFailure;
 use super::rendezvous::{GroupControl, Patience};
 use super::traffic::TrafficCounters;
 use super::{Communicator, Pending, PendingCollective, Request, Traffic};
@@ -38,7 +39,6 @@ use crate::error::{Error, Result};
 use crate::launcher::Launched;
 use crate::world_error::{Cause, RankError};
 use engine::Engine;
-use message::RemoteFailure;
 
 /// This process' rank in one run over MPI.
 pub(crate) struct MpiGroup {
@@ -138,16 +138,7 @@ impl MpiGroup {
         let others = engine
             .failures()
             .into_iter()
-            .map(|(rank, failure, order)| RankError {
-                rank,
-                cause: if failure.is_panic {
-                    Cause::Panic(failure.message)
-                } else {
-                    Cause::Error(failure.message.into())
-                },
-                consequence: failure.consequence,
-                order,
-            });
+            .map(|(rank, failure, order)| failure.into_rank_error(rank, order));
         let others: Vec<RankError> = others.collect();
         if outcome.is_ok() && others.is_empty() && engine.is_clean() {
             let (channel, mail) = engine.into_channel();
@@ -184,14 +175,7 @@ impl MpiGroup {
 
     /// Tells all how this rank has ended, and waits until they have, too.
     fn part(&self, failure: Option<&RankError>) -> Result<()> {
-        let failure = failure.map(|f| RemoteFailure {
-            is_panic: matches!(f.cause, Cause::Panic(_)),
-            message: match &f.cause {
-                Cause::Panic(message) => message.clone(),
-                Cause::Error(e) => e.to_string(),
-            },
-            consequence: f.consequence,
-        });
+        let failure = failure.map(RemoteFailure::of);
         self.with_engine(|engine| engine.end(failure))?;
         let start = Instant::now();
         self.wait_until(|engine| {

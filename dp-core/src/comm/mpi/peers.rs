@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{Engine, Token};
-use super::message::{Closed, Message, RemoteFailure};
+use super::message::Message;
+use crate::comm::failures::{Closed, RemoteFailure};
 use crate::comm::rendezvous::{Failure, consequence};
 use crate::error::{Error, Result};
 
