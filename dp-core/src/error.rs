@@ -203,6 +203,17 @@ pub enum Error {
         message: String,
     },
 
+    /// A call of the NCCL library failed, or NCCL has found that a connection is broken.
+    #[error("rank {rank}: {call} failed: {message}")]
+    Nccl {
+        /// The rank that reports this error.
+        rank: usize,
+        /// The function of NCCL, or `NCCL` for what it has found by itself.
+        call: &'static str,
+        /// The library's own message.
+        message: String,
+    },
+
     /// A call of the CUDA driver failed, or a kernel was not compiled.
     #[error("CUDA device {device}: {call} failed: {message}")]
     Cuda {
@@ -257,6 +268,7 @@ impl Error {
                 | Self::Mismatch { .. }
                 | Self::Mpi { .. }
                 | Self::Cuda { .. }
+                | Self::Nccl { .. }
         )
     }
 

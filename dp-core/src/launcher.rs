@@ -103,7 +103,7 @@ pub(crate) struct Launched {
     pub world_size: usize,
     /// The rank among those of this host; `None` where the launcher does not say.
     #[cfg_attr(
-        not(feature = "mpi"),
+        not(any(feature = "mpi", feature = "nccl")),
         allow(dead_code, reason = "read where ranks are processes")
     )]
     pub local_rank: Option<usize>,
@@ -130,30 +130,52 @@ impl Launched {
     /// Refuses what this build cannot join.
     ///
     /// # Errors
-    /// [`Error::Environment`] without the feature `mpi`, and for launchers whose processes MPI cannot connect.
+    /// [`Error::Environment`] without the features `mpi` and `nccl`, and with `mpi` alone for launchers whose processes MPI
+    /// cannot connect.
     pub fn check_supported(&self) -> Result<()> {
-        let refuse = |message: String| {
-            Err(Error::Environment {
-                variable: self.launcher.variables().world_size,
-                value: self.world_size.to_string(),
-                message,
-            })
-        };
-        if self.launcher == Launcher::Torchrun {
-            return refuse(format!(
-                "MPI cannot connect processes that {} has started; start them by mpirun, or the program once, without a \
-                 launcher, for ranks that are threads",
-                self.launcher
-            ));
+        if cfg!(feature = "nccl") {
+            return Ok(());
+        }
+        let launcher = self.launcher;
+        if launcher == Launcher::Torchrun {
+            return Err(self.refused(format!(
+                "processes of {launcher} talk over NCCL, with a GPU each, which this build has not: build with the feature \
+                 `nccl` (cargo build --release --workspace --features dp-core/nccl); without GPUs, start them by mpirun, or the \
+                 program once, without a launcher, for ranks that are threads"
+            )));
         }
         if cfg!(not(feature = "mpi")) {
-            return refuse(format!(
-                "this build has ranks as threads of one process only; for processes of {}, build with the feature `mpi` \
-                 (cargo build --release --workspace --features dp-core/mpi), or start the program once, without the launcher",
-                self.launcher
-            ));
+            return Err(self.refused(format!(
+                "this build has ranks as threads of one process only; for processes of {launcher}, build with the feature `mpi` \
+                 (cargo build --release --workspace --features dp-core/mpi) or, with a GPU each, `nccl`, or start the program \
+                 once, without the launcher"
+            )));
         }
         Ok(())
+    }
+
+    /// The error that this launcher's world cannot be joined.
+    pub fn refused(&self, message: String) -> Error {
+        Error::Environment {
+            variable: self.launcher.variables().world_size,
+            value: self.world_size.to_string(),
+            message,
+        }
+    }
+
+    /// The error that there is nothing for this place on its host.
+    #[cfg(feature = "nccl")]
+    pub fn local_rank_refused(&self, message: String) -> Error {
+        let names = self.launcher.variables();
+        let (variable, value) = match self.local_rank {
+            Some(local_rank) => (names.local_rank, local_rank),
+            None => (names.rank, self.rank),
+        };
+        Error::Environment {
+            variable,
+            value: value.to_string(),
+            message,
+        }
     }
 
     /// True if a launcher has started one process.

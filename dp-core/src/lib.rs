@@ -36,13 +36,14 @@
 //! }
 //! ```
 
+mod backend;
 mod candle_threads;
 mod devices;
 mod launcher;
 mod world;
 mod world_error;
-#[cfg(feature = "mpi")]
-mod world_mpi;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod world_processes;
 
 pub mod buffer;
 pub mod comm;
@@ -110,6 +111,7 @@ pub mod trace;
 mod error;
 pub mod memory;
 
+pub use backend::Backend;
 pub use bucket::{BucketCaps, BucketLayout};
 pub use buffer::{Buffer, Element};
 pub use checkpoint::{DataPosition, HyperParameters, LoadOptions, LoadedCheckpoint, SaveOptions};
@@ -138,5 +140,5 @@ pub use store::ParamStore;
 pub use timeline::Timeline;
 pub use trainer::{Accumulation, Trainer};
 pub use varmap_sync::VarMapSync;
-pub use world::{Backend, Rank, World};
+pub use world::{Rank, World};
 pub use world_error::{RankError, WorldError};

@@ -9,24 +9,14 @@ use std::time::Duration;
 
 use candle_core::Device;
 
+use crate::backend::Backend;
 use crate::candle_threads;
-use crate::comm::{Communicator, GroupControl, Patience, naive_group, shared_group};
+use crate::comm::{Communicator, Connected, GroupControl, Patience, naive_group, shared_group};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::launcher::Launched;
 use crate::memory::set_thread_rank;
 use crate::world_error::{Cause, RankError, WorldError, panic_message};
-
-/// How the ranks of a [`World`] talk to each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Backend {
-    /// Threads of one process over shared memory: the default. (Where ranks are processes, MPI takes its place.)
-    #[default]
-    SharedMemory,
-    /// Threads of one process over the slow, obvious implementation, to check the other one against.
-    Naive,
-}
 
 /// A fixed number of ranks that run the same closure.
 ///
@@ -91,11 +81,18 @@ impl World {
 
     /// The world that a launcher describes in the environment: this process is one of its ranks. `torchrun`'s `env://`.
     ///
-    /// Launchers are mpirun of Open MPI, mpiexec of MPICH, and srun of Slurm; the program must be built with the feature
-    /// `mpi` and with that launcher's MPI. Processes that torchrun has started are refused, since MPI cannot connect them. A
-    /// launcher that starts one process gives a world of one rank.
+    /// Launchers are torchrun, mpirun of Open MPI, mpiexec of MPICH, and srun of Slurm. A launcher that starts one process gives
+    /// a world of one rank.
     ///
-    /// MPI is initialised by the first [`run`](Self::run), and ends with the process; the program does neither. Threads
+    /// In a build with the feature `nccl`, each process takes the GPU of its `LOCAL_RANK`, and all meet at
+    /// `MASTER_ADDR:MASTER_PORT` when they [`run`](Self::run), as in PyTorch's `env://`. torchrun sets these variables; with other
+    /// launchers they must be set for all processes. Where torchrun listens at that port itself, ranks meet at the next one.
+    ///
+    /// In a build with the feature `mpi` alone, or with [`Backend::Mpi`], the program must be started by the launcher of the MPI it
+    /// was built with; torchrun is none. MPI is initialised by the first run, and ends with the process; the program does
+    /// neither.
+    ///
+    /// Threads
     /// per rank: `RAYON_NUM_THREADS` if set, else the cores that this process may use, divided by the ranks on this host.
     ///
     /// # Errors
@@ -108,7 +105,7 @@ impl World {
             None => Err(Error::Environment {
                 variable: "WORLD_SIZE",
                 value: String::new(),
-                message: "no launcher has set this variable or one like it; start the program by mpirun or srun, or use \
+                message: "no launcher has set this variable or one like it; start the program by torchrun, mpirun or srun, or use \
                           World::from_env_or_threads"
                     .to_string(),
             }),
@@ -156,8 +153,7 @@ impl World {
         self
     }
 
-    /// How ranks that are threads talk. Ranks that are processes talk over MPI, and refuse to [`run`](Self::run) with
-    /// another backend than the default.
+    /// How ranks talk. [`run`](Self::run) refuses a backend that this build has not, or that these ranks cannot use.
     #[must_use]
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
@@ -236,13 +232,14 @@ impl World {
         T: Send,
         E: Into<Box<dyn StdError + Send + Sync>> + From<WorldError> + Send,
     {
-        #[cfg(feature = "mpi")]
+        #[cfg(any(feature = "mpi", feature = "nccl"))]
         if let Some(launched) = &self.launched {
             return self.map_process(launched, f).map(|result| vec![result]);
         }
         let devices = self.devices_of(0..self.world_size);
         let devices = devices.map_err(|failure| E::from(failure))?;
-        let (comms, control) = self.connect();
+        let connected = self.connect(&devices);
+        let (comms, control) = connected.map_err(|error| E::from(self.failure_of(0, error)))?;
         let order = AtomicUsize::new(0);
         let outcomes: Vec<Result<T, RankError>> = std::thread::scope(|scope| {
             let supervisors: Vec<_> = comms
@@ -289,26 +286,42 @@ impl World {
 
     /// The devices of the ranks with these local numbers.
     pub(crate) fn devices_of(&self, ranks: Range<usize>) -> Result<Vec<Device>, WorldError> {
+        let devices = match (self.backend, &self.devices) {
+            (Backend::Nccl, Devices::Cpu) => &Devices::Cuda((0..self.world_size).collect()),
+            (_, devices) => devices,
+        };
         let device = |rank: usize| {
-            self.devices.of(rank).map_err(|error| WorldError {
-                world_size: self.world_size,
-                failures: vec![RankError {
-                    rank,
-                    cause: Cause::Error(error.into()),
-                    consequence: false,
-                    order: 0,
-                }],
-            })
+            let device = self.backend.check_built().and_then(|()| devices.of(rank));
+            device.map_err(|error| self.failure_of(rank, error))
         };
         ranks.map(device).collect()
     }
 
-    fn connect(&self) -> (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>) {
-        let patience = self.patience(self.world_size);
-        match self.backend {
-            Backend::SharedMemory => shared_group(self.world_size, self.timeout, patience),
-            Backend::Naive => naive_group(self.world_size, self.timeout),
+    fn failure_of(&self, rank: usize, error: Error) -> WorldError {
+        WorldError {
+            world_size: self.world_size,
+            failures: vec![RankError {
+                rank,
+                cause: Cause::Error(error.into()),
+                consequence: false,
+                order: 0,
+            }],
         }
+    }
+
+    #[cfg_attr(not(feature = "nccl"), allow(unused_variables))]
+    fn connect(&self, devices: &[Device]) -> Result<Connected> {
+        let patience = self.patience(self.world_size);
+        Ok(match self.backend {
+            Backend::Naive => naive_group(self.world_size, self.timeout),
+            #[cfg(feature = "nccl")]
+            Backend::Nccl => crate::comm::nccl_group(devices, self.timeout, patience)?,
+            Backend::Mpi => {
+                let message = "ranks that are threads do not talk over MPI; start the program by mpirun, or leave the backend";
+                return Err(Error::misuse("World::run", message));
+            }
+            _ => shared_group(self.world_size, self.timeout, patience),
+        })
     }
 
     /// How ranks wait, of which `ranks_here` share this machine.

@@ -2,7 +2,7 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Tensor};
 use dp_core::{
-    Buffer, Devices, DistributedDataParallel, Error, ParamStore, ReduceOp, Sgd, Trainer, World,
+    Backend, Buffer, Devices, DistributedDataParallel, Error, ParamStore, ReduceOp, Sgd, Trainer, World,
 };
 
 use crate::support::{
@@ -124,6 +124,25 @@ fn c54_worlds_leave_no_threads_and_files_behind() {
 }
 
 #[test]
+fn backends_that_threads_or_this_build_do_not_have_are_refused() {
+    let run = |backend| {
+        let world = World::threads(2).expect("two ranks").with_backend(backend);
+        world.run(|_| Ok(()))
+    };
+    let mpi: &[&str] = match cfg!(feature = "mpi") {
+        true => &["threads do not talk over MPI"],
+        false => &["no Mpi", "feature `mpi`", "dp-core/mpi"],
+    };
+    expect_error(run(Backend::Mpi), mpi);
+    if !cfg!(feature = "nccl") {
+        expect_error(
+            run(Backend::Nccl),
+            &["no Nccl", "feature `nccl`", "dp-core/nccl"],
+        );
+    }
+}
+
+#[test]
 fn launchers_of_several_processes_are_refused() {
     let test = "world::launchers_of_several_processes_are_refused";
     for variable in ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"] {
@@ -153,18 +172,26 @@ fn launchers_of_several_processes_are_refused() {
         ("MASTER_PORT", "29500"),
     ];
     isolated(test, &torchrun, || {
-        let parts = ["WORLD_SIZE=4", "torchrun", "start them by mpirun"];
-        expect_error(World::from_env(), &parts);
-        expect_error(World::from_env_or_threads(2), &parts);
+        if cfg!(feature = "nccl") {
+            // Nobody meets before a run.
+            let world = World::from_env().expect("four processes");
+            assert_eq!((world.world_size(), world.ranks_here()), (4, 0..1));
+            let mpi = world.with_backend(Backend::Mpi);
+            expect_error(mpi.run(|_| Ok(())), &["MPI"]);
+        } else {
+            let parts = ["WORLD_SIZE=4", "torchrun", "feature `nccl`", "mpirun"];
+            expect_error(World::from_env(), &parts);
+            expect_error(World::from_env_or_threads(2), &parts);
+        }
     });
     let mpirun = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")];
     isolated(test, &mpirun, || {
-        if cfg!(feature = "mpi") {
+        if cfg!(any(feature = "mpi", feature = "nccl")) {
             // Nobody calls MPI before a run.
             let world = World::from_env().expect("four processes");
             assert_eq!((world.world_size(), world.ranks_here()), (4, 1..2));
             assert!(!world.is_main_process());
-            let naive = world.with_backend(dp_core::Backend::Naive);
+            let naive = world.with_backend(Backend::Naive);
             expect_error(naive.run(|_| Ok(())), &["Naive", "backend for threads"]);
         } else {
             let parts = ["OMPI_COMM_WORLD_SIZE=4", "feature `mpi`"];

@@ -30,6 +30,7 @@ def arguments():
     p.add_argument("--steps", type=int, default=40)
     p.add_argument("--warmup", type=int, default=10, help="first steps left out of the timing")
     p.add_argument("--threads", type=int, default=1, help="threads per rank")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the GPU of LOCAL_RANK")
     p.add_argument("--seed", type=int, default=1234)
     p.add_argument("--data", help="file of bytes to train on")
     p.add_argument("--save-init", help="write the initial weights here (safetensors) and exit")
@@ -98,7 +99,10 @@ def main():
     torch.set_num_threads(a.threads)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.manual_seed(a.seed)
-    model = GPT(a)
+    on_gpu = a.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    model = GPT(a)  # on the CPU first: the same weights for both devices
     if a.save_init:
         from safetensors.torch import save_model
 
@@ -108,9 +112,10 @@ def main():
     with open(a.data, "rb") as f:
         data = torch.frombuffer(bytearray(f.read()), dtype=torch.uint8)
 
+    model.to(a.device)
     net, settings = model, dict(lr=a.lr, weight_decay=a.wd, fused=True)
     if a.strategy != "single":
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo")
         net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if a.strategy == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -119,17 +124,22 @@ def main():
     else:
         optimizer = torch.optim.AdamW(net.parameters(), **settings)
 
+    def now():
+        if on_gpu:  # otherwise it is the time of putting work on the stream
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     losses, times = [], []  # times: forward, backward, optimizer, in seconds
     for i in range(a.steps):
-        x, y = batch(data, a, i, rank, world)
-        t0 = time.perf_counter()
+        x, y = (t.to(a.device) for t in batch(data, a, i, rank, world))
+        t0 = now()
         loss = net(x, y)
-        t1 = time.perf_counter()
+        t1 = now()
         loss.backward()
-        t2 = time.perf_counter()
+        t2 = now()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        t3 = time.perf_counter()
+        t3 = now()
         losses.append(loss.item())
         if i >= a.warmup:
             times.append((t1 - t0, t2 - t1, t3 - t2))

@@ -63,6 +63,7 @@ pub(in crate::comm) enum Closed {
 
 impl Closed {
     /// `None` for errors that are one rank's own.
+    #[cfg(feature = "mpi")]
     pub fn of(error: &Error) -> Option<Self> {
         match error.clone() {
             Error::Mismatch {

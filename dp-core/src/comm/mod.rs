@@ -1,4 +1,5 @@
-//! Collectives: one object-safe trait; two backends for ranks that are threads, and MPI for ranks that are processes.
+//! Collectives: one object-safe trait; two backends for ranks that are threads, MPI for ranks that are processes, and NCCL for
+//! both, with a GPU each.
 //!
 //! A collective takes a [`Buffer`] by value, works in place, and hands the same buffer back from [`Pending::wait`].
 //! With `N` ranks and `x_r` the buffer of rank `r`:
@@ -12,7 +13,7 @@
 //!
 //! Slice `r` is `[r * len/N, (r+1) * len/N)`. The names and the in-place form are NCCL's.
 //!
-//! **The order is fixed**: reductions add rank 0, 1, ..., N-1 in this order, 16-bit floats accumulate in f32 and are
+//! **The order is fixed**, but over NCCL: reductions add rank 0, 1, ..., N-1 in this order, 16-bit floats accumulate in f32 and are
 //! rounded once at the end. So results are the same bits on all ranks and in all runs, whoever arrives first.
 //!
 //! **Mismatches are errors**: each call carries its position in the sequence, and ranks that differ in operation,
@@ -29,6 +30,10 @@ mod failures;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod naive;
+#[cfg(feature = "nccl")]
+mod nccl;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod process_group;
 mod reduce;
 mod rendezvous;
 mod shared;
@@ -51,10 +56,17 @@ pub(crate) use mpi::MpiGroup;
 pub(crate) use naive::naive_group;
 #[cfg(test)]
 pub(crate) use naive::reduce_one;
+#[cfg(feature = "nccl")]
+pub(crate) use nccl::{NcclGroup, nccl_group, visible_gpus};
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+pub(crate) use process_group::ProcessGroup;
 pub(crate) use rendezvous::{GroupControl, Patience};
 pub(crate) use shared::shared_group;
 pub(crate) use timed::{CommClock, TimedComm};
 pub use traffic::{CollectiveTraffic, Traffic};
+
+/// The ends of a group, in rank order, and what it is told of its ranks.
+pub(crate) type Connected = (Vec<Arc<dyn Communicator>>, Arc<dyn GroupControl>);
 
 /// How a reduction combines the ranks' values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -98,3 +98,67 @@ fn index(collective: Collective) -> usize {
         Collective::Barrier => 4,
     }
 }
+
+/// The bytes that rank `rank` of `n` sends for a buffer of `len` elements of `size` bytes: what the other
+/// backends count where they move them. For a backend that does not see its bytes.
+#[cfg(any(test, feature = "nccl"))]
+pub(super) fn bytes_sent(
+    collective: Collective,
+    rank: usize,
+    n: usize,
+    len: usize,
+    size: usize,
+) -> u64 {
+    let own = (rank + 1) * len / n - rank * len / n;
+    let (reduced, gathered) = (len - own, own * (n - 1));
+    let elements = match collective {
+        Collective::AllReduce(_) => reduced + gathered,
+        Collective::ReduceScatter(_) => reduced,
+        Collective::AllGather => gathered,
+        Collective::Broadcast { root } if root == rank => len * (n - 1),
+        Collective::Broadcast { .. } | Collective::Barrier => 0,
+    };
+    (elements * size) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::{ReduceOp, Request};
+    use crate::{Buffer, Result, World};
+
+    #[test]
+    fn the_formula_gives_what_is_counted() -> Result<()> {
+        for n in 1..=4 {
+            World::threads(n)?.run(|rank| {
+                let comm = rank.comm();
+                let mut expected = 0;
+                for len in [0, 12, 24, 12 * 5000] {
+                    for collective in [
+                        Collective::AllReduce(ReduceOp::Sum),
+                        Collective::ReduceScatter(ReduceOp::Sum),
+                        Collective::AllGather,
+                        Collective::Broadcast { root: n - 1 },
+                        Collective::Barrier,
+                    ] {
+                        let buffer = Buffer::from_vec(vec![1.0f32; len]);
+                        comm.start(Request::new(collective, ""), buffer)?.wait()?;
+                        expected += bytes_sent(collective, rank.rank(), n, len, 4);
+                    }
+                }
+                // Lengths that the ranks do not divide: slices differ by one element.
+                for len in [1, 7, 1031] {
+                    let op = ReduceOp::Sum;
+                    comm.all_reduce(Buffer::from_vec(vec![1i64; len]), op)?
+                        .wait()?;
+                    expected += bytes_sent(Collective::AllReduce(op), rank.rank(), n, len, 8);
+                }
+                // Other ranks may still be moving what is counted for this one.
+                comm.barrier()?;
+                assert_eq!(comm.traffic().bytes_sent(), expected);
+                Ok::<(), crate::Error>(())
+            })?;
+        }
+        Ok(())
+    }
+}

@@ -144,6 +144,11 @@ impl Control {
         self.timeout
     }
 
+    /// The number of the next collective.
+    pub fn num_joined(&self) -> u64 {
+        *self.num_joined.lock()
+    }
+
     /// Joins the next collective, and returns its number. `operation` says all that must be the same on all ranks.
     ///
     /// # Errors
@@ -161,6 +166,25 @@ impl Control {
     /// True once all ranks have joined collective `seq`, alike.
     pub fn has_agreed(&self, seq: u64) -> bool {
         self.view.has_agreed(seq)
+    }
+
+    /// True if no collective can go on.
+    pub fn is_closed(&self) -> bool {
+        self.view.state.lock().has_failed()
+    }
+
+    /// Fails if no collective can go on, before `operation`.
+    ///
+    /// # Errors
+    /// The failure.
+    pub fn check_open(&self, operation: &str) -> Result<()> {
+        self.view.check_open(operation)
+    }
+
+    /// No collective goes on after `error`, which is this rank's own; the others learn of it when this rank
+    /// [ends](Self::end).
+    pub fn close(&self, error: Error) {
+        self.view.close(error);
     }
 
     /// Fails if the wait for collective `seq`, which began at `start`, has no hope.

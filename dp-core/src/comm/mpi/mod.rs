@@ -33,7 +33,7 @@ use parking_lot::Mutex;
 use super::failures::RemoteFailure;
 use super::rendezvous::{GroupControl, Patience};
 use super::traffic::TrafficCounters;
-use super::{Communicator, Pending, PendingCollective, Request, Traffic};
+use super::{Communicator, Pending, PendingCollective, ProcessGroup, Request, Traffic};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::launcher::Launched;
@@ -69,11 +69,6 @@ impl MpiGroup {
             traffic,
             engine: Mutex::new(Some(engine)),
         }))
-    }
-
-    /// The communicator of this rank.
-    pub fn comm(self: &Arc<Self>) -> Arc<dyn Communicator> {
-        Arc::new(MpiComm(Arc::clone(self)))
     }
 
     fn with_engine<R>(&self, f: impl FnOnce(&mut Engine) -> Result<R>) -> Result<R> {
@@ -118,35 +113,6 @@ impl MpiGroup {
                 nap = (2 * nap).min(LONGEST);
             }
         }
-    }
-
-    /// Ends the run: waits until all messages of this rank are through, tells the others how it has ended, and hears the same
-    /// of them. Returns this rank's outcome, and the failures of the others.
-    pub fn end<T>(&self, outcome: Result<T, RankError>) -> (Result<T, RankError>, Vec<RankError>) {
-        let mut outcome = outcome.and_then(|value| {
-            self.drain().map_err(|e| self.own_failure(e))?;
-            Ok(value)
-        });
-        if let Err(error) = self.part(outcome.as_ref().err())
-            && outcome.is_ok()
-        {
-            outcome = Err(self.own_failure(error));
-        }
-        let Some(engine) = self.engine.lock().take() else {
-            return (outcome, Vec::new());
-        };
-        let others = engine
-            .failures()
-            .into_iter()
-            .map(|(rank, failure, order)| failure.into_rank_error(rank, order));
-        let others: Vec<RankError> = others.collect();
-        if outcome.is_ok() && others.is_empty() && engine.is_clean() {
-            let (channel, mail) = engine.into_channel();
-            session::end(channel, mail);
-        } else {
-            session::fail(engine.all_ended().then_some(self.timeout));
-        }
-        (outcome, others)
     }
 
     fn own_failure(&self, error: Error) -> RankError {
@@ -194,6 +160,39 @@ impl MpiGroup {
                 waited: start.elapsed(),
             })
         })
+    }
+}
+
+impl ProcessGroup for MpiGroup {
+    fn comm(self: &Arc<Self>) -> Arc<dyn Communicator> {
+        Arc::new(MpiComm(Arc::clone(self)))
+    }
+
+    fn end<T>(&self, outcome: Result<T, RankError>) -> (Result<T, RankError>, Vec<RankError>) {
+        let mut outcome = outcome.and_then(|value| {
+            self.drain().map_err(|e| self.own_failure(e))?;
+            Ok(value)
+        });
+        if let Err(error) = self.part(outcome.as_ref().err())
+            && outcome.is_ok()
+        {
+            outcome = Err(self.own_failure(error));
+        }
+        let Some(engine) = self.engine.lock().take() else {
+            return (outcome, Vec::new());
+        };
+        let others = engine
+            .failures()
+            .into_iter()
+            .map(|(rank, failure, order)| failure.into_rank_error(rank, order));
+        let others: Vec<RankError> = others.collect();
+        if outcome.is_ok() && others.is_empty() && engine.is_clean() {
+            let (channel, mail) = engine.into_channel();
+            session::end(channel, mail);
+        } else {
+            session::fail(engine.all_ended().then_some(self.timeout));
+        }
+        (outcome, others)
     }
 }
 

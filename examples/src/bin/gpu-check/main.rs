@@ -1,0 +1,153 @@
+//! Everything that needs a GPU, in one command of some minutes: tests, memory per card, speed beside PyTorch's, a table.
+//!
+//! ```text
+//! .ci/gpu-check.sh pack DIR      # where there are cargo and a CUDA toolkit; a GPU is not needed
+//! DIR/gpu-check.sh               # where there is a GPU; no cargo is needed
+//! ```
+//!
+//! The other programs lie beside this one, and are started one after the other, each with a deadline. With one GPU, ranks are
+//! threads that share it. With several, ranks with a GPU each run over NCCL, too.
+//!
+//! Exit codes: 0 all well, 1 something has failed, 2 wrong arguments, 3 there is no GPU.
+
+#[cfg(feature = "nccl")]
+mod bandwidth;
+mod optimizer;
+mod programs;
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use candle_core::Device;
+use clap::Parser;
+
+use programs::Programs;
+use report::Report;
+
+/// Checks this project on the GPUs of this machine.
+#[derive(Debug, Parser)]
+#[command(name = "gpu-check", version)]
+struct Options {
+    /// Folder of the programs to start; that of this program unless given
+    #[arg(long)]
+    programs: Option<PathBuf>,
+    /// Folder for reports and logs
+    #[arg(long, default_value = "gpu-check-results")]
+    out: PathBuf,
+    /// Python with torch, for the comparison
+    #[arg(long, default_value = "python3")]
+    python: String,
+    /// Seconds for everything; what does not fit is left out, and said
+    #[arg(long, default_value_t = 290)]
+    budget: u64,
+}
+
+/// There is no GPU.
+const NO_GPU: u8 = 3;
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    let num_gpus = match count_gpus() {
+        Ok(num) => num,
+        Err(why) => {
+            eprintln!("gpu-check: no CUDA device: {why}");
+            return ExitCode::from(NO_GPU);
+        }
+    };
+    match check(&options, num_gpus) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("gpu-check: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// How many there are, or why there is none.
+fn count_gpus() -> Result<usize, candle_core::Error> {
+    Device::new_cuda_with_stream(0)?;
+    let usable = |i: &usize| Device::new_cuda_with_stream(*i).is_ok();
+    Ok((0..).take_while(usable).count())
+}
+
+fn check(options: &Options, num_gpus: usize) -> anyhow::Result<bool> {
+    let deadline = Instant::now() + Duration::from_secs(options.budget);
+    let programs = Programs::new(options.programs.clone(), &options.out, deadline)?;
+    let mut report = Report::default();
+    println!("{}", programs.machine());
+    println!("{num_gpus} GPUs");
+
+    // What is wrong first: numbers of a wrong program mean nothing.
+    for tests in ["dp-core-cuda", "dp-zero-cuda"] {
+        report.add(programs.run(&format!("tests {tests}"), tests, &[]));
+    }
+    if cfg!(feature = "nccl") {
+        report.add(programs.run("tests of NCCL", "dp-core-nccl", &[]));
+    }
+    for ranks in ["2", "4"] {
+        let out = options.out.join(format!("memory-per-card-{ranks}"));
+        let out = out.to_string_lossy();
+        let arguments = ["--device", "cuda", "--ranks", ranks, "--out", &out];
+        let name = format!("memory per card, {ranks} ranks on one GPU");
+        report.add(programs.run(&name, "memory-per-card", &arguments));
+    }
+    optimizer::compare(&programs, options, &mut report);
+    report.add_all(training(&programs, options));
+    if num_gpus > 1 {
+        several_gpus(&programs, num_gpus, &mut report);
+    } else {
+        report.skip("NCCL between GPUs", "there is one GPU");
+    }
+    println!("{report}");
+    let path = options.out.join("gpu-check.json");
+    std::fs::write(&path, serde_json::to_string_pretty(&report.rows)?)?;
+    println!("logs and reports are in {}", options.out.display());
+    Ok(report.is_good())
+}
+
+/// A training step, ours and PyTorch's, of the same model on the same data.
+fn training(programs: &Programs, options: &Options) -> Vec<report::Row> {
+    let shape = ["--steps", "30", "--warmup", "10"];
+    let (ours, text) = (
+        options.out.join("bench-train.json"),
+        options.out.join("text"),
+    );
+    let (ours, text) = (ours.to_string_lossy(), text.to_string_lossy());
+    if let Err(e) = std::fs::write(&*text, lipsum::LIBER_PRIMUS) {
+        return vec![report::Row::failed("training", format!("{text}: {e}"))];
+    }
+    let mut arguments = vec!["--device", "cuda", "--ranks", "1", "--data", &text];
+    arguments.extend(["--strategies", "ddp", "--json", &ours]);
+    arguments.extend(shape);
+    let mut rows = vec![programs.run("training step, 1 rank", "bench-train", &arguments)];
+    let mut arguments = vec!["gpt_train.py", "--device", "cuda", "--data", &text];
+    arguments.extend(shape);
+    rows.push(programs.run_python("training step in PyTorch", options, &arguments));
+    rows
+}
+
+/// Ranks with a GPU each.
+fn several_gpus(programs: &Programs, num_gpus: usize, report: &mut Report) {
+    #[cfg(feature = "nccl")]
+    {
+        report.add(bandwidth::measure(num_gpus));
+        let n = num_gpus.min(8);
+        for strategy in ["ddp", "zero1", "zero2"] {
+            let name = format!("{strategy} over NCCL, {n} processes with a GPU each");
+            report.add(programs.run_ranks(
+                &name,
+                n,
+                "memory-per-card",
+                &["--strategies", strategy],
+            ));
+        }
+    }
+    #[cfg(not(feature = "nccl"))]
+    {
+        let _ = (programs, num_gpus);
+        report.skip("NCCL between GPUs", "this build has no feature `nccl`");
+    }
+}

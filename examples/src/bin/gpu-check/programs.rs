@@ -1,0 +1,183 @@
+//! Other programs: started, given a deadline, their output kept in a file.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+
+use crate::Options;
+use crate::report::Row;
+
+/// The longest that one program may take.
+const LONGEST: Duration = Duration::from_secs(90);
+
+/// Where they are, and until when they may run.
+pub struct Programs {
+    folder: PathBuf,
+    logs: PathBuf,
+    deadline: Instant,
+}
+
+impl Programs {
+    pub fn new(folder: Option<PathBuf>, logs: &Path, deadline: Instant) -> anyhow::Result<Self> {
+        let folder = match folder {
+            Some(folder) => folder,
+            None => {
+                let own = std::env::current_exe().context("where is this program?")?;
+                own.parent()
+                    .context("a program lies in a folder")?
+                    .to_path_buf()
+            }
+        };
+        std::fs::create_dir_all(logs).with_context(|| logs.display().to_string())?;
+        Ok(Self {
+            folder,
+            logs: logs.to_path_buf(),
+            deadline,
+        })
+    }
+
+    /// The GPUs and their driver, in the words of nvidia-smi.
+    pub fn machine(&self) -> String {
+        let query = "--query-gpu=index,name,memory.total,driver_version";
+        let output = Command::new("nvidia-smi")
+            .args([query, "--format=csv,noheader"])
+            .output();
+        match output {
+            Ok(output) if output.status.success() => {
+                String::from_utf8_lossy(&output.stdout).trim().to_string()
+            }
+            Ok(output) => format!("nvidia-smi: {}", output.status),
+            Err(e) => format!("nvidia-smi: {e}"),
+        }
+    }
+
+    /// Runs a program of the folder.
+    pub fn run(&self, name: &str, program: &str, arguments: &[&str]) -> Row {
+        let path = self.folder.join(program);
+        if !path.exists() {
+            return Row::skipped(name, format!("{} is not there", path.display()));
+        }
+        let mut command = Command::new(path);
+        command.args(arguments);
+        self.finish(name, vec![command])
+    }
+
+    /// Runs a script of the folder, if Python has torch with CUDA.
+    pub fn run_python(&self, name: &str, options: &Options, arguments: &[&str]) -> Row {
+        let probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)";
+        let has_torch = Command::new(&options.python)
+            .args(["-c", probe])
+            .stderr(Stdio::null())
+            .status();
+        if !has_torch.is_ok_and(|status| status.success()) {
+            return Row::skipped(name, format!("{} has no torch with CUDA", options.python));
+        }
+        let mut command = Command::new(&options.python);
+        command
+            .arg(self.folder.join(arguments[0]))
+            .args(&arguments[1..]);
+        self.finish(name, vec![command])
+    }
+
+    /// Runs a program as `n` ranks, as torchrun would start them.
+    #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+    pub fn run_ranks(&self, name: &str, n: usize, program: &str, arguments: &[&str]) -> Row {
+        let command = |rank: usize| {
+            let mut command = Command::new(self.folder.join(program));
+            command
+                .args(arguments)
+                .env("RANK", rank.to_string())
+                .env("LOCAL_RANK", rank.to_string())
+                .env("WORLD_SIZE", n.to_string())
+                .env("LOCAL_WORLD_SIZE", n.to_string())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", "29533");
+            command
+        };
+        self.finish(name, (0..n).map(command).collect())
+    }
+
+    /// Waits for all of them; the first one that fails ends the others.
+    fn finish(&self, name: &str, commands: Vec<Command>) -> Row {
+        let start = Instant::now();
+        let rest = self.deadline.saturating_duration_since(start);
+        if rest < Duration::from_secs(5) {
+            return Row::skipped(name, "no time is left; see --budget");
+        }
+        let log = self.logs.join(format!("{}.log", file_name(name)));
+        let mut running = match start_all(commands, &log) {
+            Ok(running) => running,
+            Err(e) => return Row::failed(name, format!("cannot start: {e}")),
+        };
+        let outcome = wait_for_all(&mut running, start + rest.min(LONGEST));
+        for child in &mut running {
+            // Those that are still there; the others are gone already.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let text = std::fs::read_to_string(&log).unwrap_or_default();
+        let last = text.lines().rev().find(|l| !l.trim().is_empty());
+        let last = last.unwrap_or("no output").trim().to_string();
+        match outcome {
+            Ok(()) => Row::ok(name, start.elapsed(), last),
+            Err(why) => Row {
+                seconds: start.elapsed().as_secs_f64(),
+                ..Row::failed(name, format!("{why}; {}: {last}", log.display()))
+            },
+        }
+    }
+}
+
+fn start_all(commands: Vec<Command>, log: &Path) -> io::Result<Vec<Child>> {
+    let file = File::create(log)?;
+    let mut running: Vec<Child> = Vec::new();
+    for mut command in commands {
+        let started = file.try_clone().and_then(|out| {
+            let err = file.try_clone()?;
+            command.stdin(Stdio::null()).stdout(out).stderr(err).spawn()
+        });
+        match started {
+            Ok(child) => running.push(child),
+            Err(e) => {
+                for child in &mut running {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                }
+                return Err(e);
+            }
+        }
+    }
+    Ok(running)
+}
+
+fn wait_for_all(running: &mut [Child], until: Instant) -> Result<(), String> {
+    loop {
+        let mut all_done = true;
+        for child in running.iter_mut() {
+            let status: Option<ExitStatus> = child.try_wait().map_err(|e| e.to_string())?;
+            match status {
+                Some(status) if status.success() => {}
+                Some(status) => return Err(status.to_string()),
+                None => all_done = false,
+            }
+        }
+        if all_done {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            return Err("it was ended by its deadline".to_string());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The name in letters, digits and dashes.
+fn file_name(name: &str) -> String {
+    name.chars()
+        .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
+        .collect()
+}
