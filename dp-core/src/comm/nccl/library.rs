@@ -2,11 +2,13 @@
 //!
 //! Not cudarc's `nccl::Comm`: that one is made by a call that blocks until all ranks have come, and cannot move to another
 //! thread. This one is *non-blocking* (`ncclConfig_t::blocking = 0`): each call returns at once, and is asked for until it is
-//! through. So every wait has a deadline, and ends by `ncclCommAbort`.
+//! through. So every wait has a deadline, and what it has given up is ended by `ncclCommAbort`.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
@@ -85,6 +87,8 @@ pub(super) struct Library {
     rank: usize,
     /// `None` once it is aborted.
     handle: Mutex<Option<Handle>>,
+    /// The abort has not ended.
+    is_stuck: AtomicBool,
 }
 
 impl Library {
@@ -110,6 +114,7 @@ impl Library {
         Ok(Self {
             rank,
             handle: Mutex::new(Some(handle)),
+            is_stuck: AtomicBool::new(false),
         })
     }
 
@@ -173,16 +178,43 @@ impl Library {
         })
     }
 
-    /// Ends the communicator: kernels under way end, and afterwards nobody touches a buffer. Waits for no other rank, unlike
-    /// `ncclCommDestroy`; so it is also how one ends whose work is done.
-    pub fn abort(&self) {
-        if let Some(handle) = self.handle.lock().take() {
-            // SAFETY: a live communicator, used by nobody any more, or null, which NCCL takes for nothing.
-            let code = unsafe { sys::ncclCommAbort(handle.load(Ordering::Acquire)) };
-            if let Err(e) = check(self.rank, "ncclCommAbort", code, ptr::null_mut()) {
-                tracing::warn!("{e}");
-            }
+    /// Ends the communicator: kernels under way end, and afterwards nobody touches a buffer. False if it has not come to that within
+    /// a deadline: then memory that NCCL has been given must not be freed, ever.
+    ///
+    /// It is also how a communicator ends whose work is done: `ncclCommDestroy` waits for other ranks, without a deadline. So may this
+    /// call on one host, until the other ranks there abort, too ("intra-node collective"); therefore they are told first.
+    pub fn abort(&self) -> bool {
+        const LONGEST: Duration = Duration::from_secs(10);
+        let Some(handle) = self.handle.lock().take() else {
+            return !self.is_stuck.load(Ordering::Acquire);
+        };
+        let (through, ended) = mpsc::channel();
+        let rank = self.rank;
+        // A thread, since a call of C cannot be left. It takes the handle with it.
+        let started = std::thread::Builder::new()
+            .name("ncclCommAbort".to_string())
+            .spawn(move || {
+                // SAFETY: a live communicator, used by nobody any more, or null, which NCCL takes for nothing.
+                let code = unsafe { sys::ncclCommAbort(handle.load(Ordering::Acquire)) };
+                if let Err(e) = check(rank, "ncclCommAbort", code, ptr::null_mut()) {
+                    tracing::warn!("{e}");
+                }
+                // Nobody listens after the deadline.
+                let _ = through.send(());
+            });
+        if started.is_ok() && ended.recv_timeout(LONGEST).is_ok() {
+            return true;
         }
+        tracing::error!(
+            "rank {rank}: ncclCommAbort has not ended within {LONGEST:?}; its memory is left as it is"
+        );
+        self.is_stuck.store(true, Ordering::Release);
+        false
+    }
+
+    /// True once it is aborted, or about to be: what ends from now on may have ended early.
+    pub fn is_aborted(&self) -> bool {
+        self.handle.lock().is_none()
     }
 
     fn with<R>(&self, f: impl FnOnce(sys::ncclComm_t) -> Result<R>) -> Result<R> {

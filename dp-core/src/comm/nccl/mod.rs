@@ -3,7 +3,8 @@
 //! Data goes over NCCL ([`library`]), everything else over the control channel (`comm/control`): how the ranks find each
 //! other, whether they call the same collectives, how they end. A result is given back when both are through with it: NCCL with
 //! the numbers, and the control channel with the word that all ranks meant the same. Whoever waits looks at both, and at
-//! NCCL's own errors, until the deadline; a failure aborts the communicator, which frees the GPU.
+//! NCCL's own errors, until the deadline. After a failure no collective begins; the communicator is aborted at the end of the run,
+//! when all ranks have been told, and until then Candle's stream goes on, which never waits for NCCL's.
 //!
 //! Buffers on this rank's GPU are reduced in place. Buffers of the host are for small things, such as the summary of a step:
 //! they are copied to the GPU and back.
@@ -88,7 +89,6 @@ impl NcclRank {
 
     /// No collective goes on after `error`.
     fn fail(&self, error: Error) -> Error {
-        self.library.abort();
         self.control.close(error.clone());
         error
     }
@@ -112,7 +112,12 @@ impl NcclRank {
         );
         let work = self
             .streams
-            .start(&self.library, request, buffer, n, &settle)?;
+            .start(&self.library, request, buffer, n, &settle)
+            .map_err(|failure| {
+                let (error, work) = *failure;
+                self.abandoned.lock().extend(work);
+                error
+            })?;
         self.traffic.sent(request.collective, sent);
         Ok(work)
     }
@@ -145,7 +150,9 @@ impl NcclRank {
 impl Drop for NcclRank {
     fn drop(&mut self) {
         // Before the memory of what is under way is freed.
-        self.library.abort();
+        if !self.library.abort() {
+            std::mem::forget(std::mem::take(self.abandoned.get_mut()));
+        }
     }
 }
 
@@ -224,7 +231,8 @@ impl NcclPending {
             return Ok(true);
         }
         let moved = match &self.state {
-            Some(State::Work(work)) => work.is_done()?,
+            // In this order: an abort ends kernels early, and the event comes then, too.
+            Some(State::Work(work)) => work.is_done()? && !self.rank.library.is_aborted(),
             Some(State::Nothing(_)) | None => true,
         };
         let done = moved && self.rank.control.has_agreed(self.seq);

@@ -101,7 +101,8 @@ impl ProcessGroup for NcclGroup {
         {
             outcome = Err(own(error));
         }
-        // All ranks are through with all work, or it has failed: nobody reads this rank's memory any more.
+        // All ranks are through with all work and nobody reads this rank's memory any more, or it has failed, and all know. What
+        // is still there is kept or freed by the drop of the rank.
         rank.library.abort();
         (outcome, rank.control.failures())
     }
@@ -182,23 +183,32 @@ pub(crate) fn nccl_group(
         .into_iter()
         .zip(libraries)
         .zip(streams);
-    let ranks: Vec<Arc<NcclRank>> = parts
-        .map(|((control, library), streams)| {
-            Arc::new(NcclRank::new(control, library, streams, patience))
-        })
-        .collect();
-    for rank in &ranks {
+    let ranks = parts.map(|((control, library), streams)| {
+        Arc::new(NcclRank::new(control, library, streams, patience))
+    });
+    let threads = Threads(ranks.collect());
+    for rank in &threads.0 {
         rank.streams.bind()?;
         rank.wait_for_library(start)?;
     }
-    let comms = ranks
-        .iter()
-        .map(|rank| Arc::new(NcclComm(Arc::clone(rank))) as Arc<dyn Communicator>);
-    Ok((comms.collect(), Arc::new(Threads(ranks))))
+    let comm = |rank: &Arc<NcclRank>| Arc::new(NcclComm(Arc::clone(rank))) as _;
+    let comms: Vec<Arc<dyn Communicator>> = threads.0.iter().map(comm).collect();
+    Ok((comms, Arc::new(threads)))
 }
 
 /// Keeps the communicators of all ranks until all have ended: until then one rank's GPU may read another one's memory.
 struct Threads(Vec<Arc<NcclRank>>);
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        // At the same time: one may wait for the others.
+        std::thread::scope(|scope| {
+            for rank in &self.0 {
+                scope.spawn(|| rank.library.abort());
+            }
+        });
+    }
+}
 
 impl GroupControl for Threads {
     fn rank_failed(&self, rank: usize, reason: String) {

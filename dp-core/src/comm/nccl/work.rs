@@ -37,8 +37,8 @@ pub(super) struct Streams {
 #[derive(Debug)]
 pub(super) struct Work {
     memory: Memory,
-    /// Behind NCCL's kernels, on their stream.
-    done: CudaEvent,
+    /// Behind NCCL's kernels, on their stream; `None` if they may not be there, since it has failed to put them there.
+    done: Option<CudaEvent>,
 }
 
 #[derive(Debug)]
@@ -72,8 +72,8 @@ impl Streams {
     /// Gives a collective to the device. `settle` returns when NCCL has put it on the stream.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a buffer on another device; [`Error::Cuda`], [`Error::Nccl`]; what `settle` says. The
-    /// communicator is aborted then, since NCCL may have the buffer's address.
+    /// [`Error::InvalidArgument`] for a buffer on another device; [`Error::Cuda`], [`Error::Nccl`]; what `settle` says. If NCCL may
+    /// have the buffer's address then, the work comes with the error, to be kept until the communicator is aborted.
     pub fn start(
         &self,
         library: &Library,
@@ -81,19 +81,20 @@ impl Streams {
         buffer: Buffer,
         world_size: usize,
         settle: &dyn Fn() -> Result<()>,
-    ) -> Result<Work> {
-        self.bind()?;
+    ) -> Result<Work, Box<(Error, Option<Work>)>> {
         let shape = (buffer.dtype(), buffer.len());
-        let mut memory = self.place(buffer)?;
+        let placed = self.bind().and_then(|()| self.place(buffer));
+        let mut memory = placed.map_err(|e| Box::new((e, None)))?;
         let enqueue = |pointer| {
-            // SAFETY: the pointer is that of memory with these elements, which `Work` owns until the work is done; where it is not
-            // made, the abort below ends all use. The module's text says why nobody else touches it.
+            // SAFETY: the pointer is that of memory with these elements, which `Work` owns; it is kept until the work is done, or the
+            // communicator aborted. The module's text says why nobody else touches it.
             unsafe { library.enqueue(request, pointer, shape, world_size, &self.work)? };
             settle()
         };
         let put = match &mut memory {
             Memory::InPlace(buffer) => with_element!(shape.0, T => {
-                buffer.cuda_mut()?.view_mut::<T>(0..shape.1).and_then(|mut view| {
+                buffer.cuda_mut().and_then(|memory| {
+                    let mut view = memory.view_mut::<T>(0..shape.1)?;
                     // The guard notes NCCL's work on the memory, once it is on the stream: cudarc frees it behind that.
                     let (pointer, _guard) = view.device_ptr_mut(&self.work);
                     enqueue(pointer)
@@ -109,12 +110,11 @@ impl Streams {
             recorded.map_err(|e| failed(&self.context, "cuEventRecord", e))
         });
         match done {
-            Ok(done) => Ok(Work { memory, done }),
-            Err(e) => {
-                // Before the memory is freed.
-                library.abort();
-                Err(e)
-            }
+            Ok(done) => Ok(Work {
+                memory,
+                done: Some(done),
+            }),
+            Err(e) => Err(Box::new((e, Some(Work { memory, done: None })))),
         }
     }
 
@@ -166,8 +166,11 @@ impl Work {
     /// # Errors
     /// [`Error::Cuda`] for what has gone wrong on the device.
     pub fn is_done(&self) -> Result<bool> {
-        let done = self.done.try_is_complete();
-        done.map_err(|e| failed(self.done.context(), "cuEventQuery", e))
+        let Some(event) = &self.done else {
+            return Ok(false);
+        };
+        let done = event.try_is_complete();
+        done.map_err(|e| failed(event.context(), "cuEventQuery", e))
     }
 }
 
