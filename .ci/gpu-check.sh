@@ -53,6 +53,7 @@ run() {
     done
     export LD_LIBRARY_PATH=${LD_LIBRARY_PATH-}
     local missing
+    [[ -x $here/gpu-check ]] || { echo "gpu-check: no program in $here; make the folder by .ci/gpu-check.sh pack DIR" >&2; exit 2; }
     missing=$(ldd "$here/gpu-check" | sed -n 's/^[[:space:]]*\(lib[^ ]*\) => not found/\1/p' | tr '\n' ' ')
     if [[ -n $missing ]]; then
         echo "gpu-check: not found: ${missing% }; libcuda.so.1 comes with the driver, so there is no GPU without it; the others are" \
