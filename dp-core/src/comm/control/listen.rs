@@ -14,6 +14,8 @@ use crate::error::Result;
 const PAUSE: Duration = Duration::from_millis(5);
 /// How long somebody who has connected may take to say who he is.
 const MANNERS: Duration = Duration::from_secs(10);
+/// How long those who come when it is too late are still told why.
+const FAREWELL: Duration = Duration::from_secs(2);
 /// How often those who wait are told for whom.
 const NOTICE: Duration = Duration::from_secs(1);
 
@@ -64,12 +66,14 @@ pub(super) fn listen(
         registered: (0..own.world_size).map(|_| None).collect(),
         strangers: None,
     };
-    hall.gather(&listener, deadline).map_err(|reason| {
-        hall.tell_all(&Answer::Refused {
+    if let Err(reason) = hall.gather(&listener, deadline) {
+        let answer = Answer::Refused {
             reason: reason.clone(),
-        });
-        fail(reason)
-    })?;
+        };
+        hall.tell_all(&answer);
+        hall.send_home(&listener, &answer, deadline);
+        return Err(fail(reason));
+    }
     hall.tell_all(&Answer::Welcome {
         payload: payload.to_vec(),
     });
@@ -256,6 +260,12 @@ impl Hall<'_> {
                 own.run + 1
             ));
         }
+        if rank >= own.world_size {
+            return fatal(format!(
+                "{from} claims to be rank {rank}, but ranks are below WORLD_SIZE={}",
+                own.world_size
+            ));
+        }
         if rank == 0 {
             return fatal(format!(
                 "{from} claims to be rank 0, too; RANK must differ for each process"
@@ -302,6 +312,26 @@ impl Hall<'_> {
             ));
         }
         Ok(())
+    }
+
+    /// Tells why the job cannot begin to the ranks that have not come yet, for a while: without it, they would wait for their
+    /// deadline at a port where nobody listens.
+    fn send_home(&mut self, listener: &TcpListener, answer: &Answer, deadline: Instant) {
+        let until = deadline.min(Instant::now() + FAREWELL);
+        let (num_missing, mut num_told) = (self.missing().len(), 0);
+        while num_told < num_missing && Instant::now() < until {
+            self.accept(listener);
+            self.guests.retain_mut(|guest| {
+                let said = guest.inbox.next::<Hello>(&guest.stream);
+                if let Ok(Some(_)) = said {
+                    // If it has gone, it need not know.
+                    let _ = frame::send(&guest.stream, answer);
+                    num_told += 1;
+                }
+                matches!(said, Ok(None))
+            });
+            std::thread::sleep(PAUSE);
+        }
     }
 
     fn tell_all(&self, answer: &Answer) {
