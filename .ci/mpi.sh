@@ -106,8 +106,10 @@ diff "$scratch/gpt-threads.end" "$scratch/gpt-processes.end"
 cat "$scratch/gpt-threads.end"
 
 # It converts a model once, for all ranks of one process.
+python3 -c 'import struct, sys; sys.stdout.buffer.write(struct.pack("<1000H", *(i * i % 31 for i in range(1000))))' >"$scratch/tokens.bin"
 command=("${mpi[@]}" -n 2 "$target/release/finetune" --model dp-models/tests/fixtures/gpt2_hugging_face
-    --config examples/configs/finetune.json --set data.train=LICENSE-APACHE)
+    --config examples/configs/finetune.json --set "data.train=$scratch/tokens.bin" --set data.context=11
+    --set "run.sample.prompt=1 2" --set "run.out=$scratch/finetune")
 expect_failure "the ranks of this program are threads of one process"
 
 step "benchmarks: the losses of PyTorch, and results that are right"
