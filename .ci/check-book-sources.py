@@ -45,11 +45,11 @@ DERIVED = {"Default": "default", "Clone": "clone"}
 SECTIONS = ["run", "data", "model", "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "data_types", "tensorboard"]
 # Sections are named by these, too; `model.safetensors` is a file, `model.parameters` and the like are Python, `data.epoch` is of a manifest.
 NO_KEYS = ["type", "safetensors", "index", "json", "rs", "parameters", "zero_grad", "param_groups", "step", "epoch", "samples", "seed"]
-# Of cargo, mpirun, srun, torchrun and .ci/two-hosts.sh.
+# Of cargo, mpirun, srun, torchrun, docker and .ci/two-hosts.sh.
 OTHER_OPTIONS = set(
     "release bin bench test workspace features all-targets nproc-per-node nnodes node-rank master-addr no-python host bind-to map-by"
     " tag-output oversubscribe allow-run-as-root cpus-per-task ntasks-per-node logdir quiet check help locked list lib"
-    " no-deps rate".split()
+    " no-deps rate shm-size rdzv-id gpus-per-task max-restarts".split()
 )
 DEFINES = r"\b(?:fn|struct|enum|trait|type|const|static|mod)\s+{0}\b|^\s*(?:pub )?{0}\s*(?::(?!:)|[({{,])|\bpub use [^;]*\b{0}\b"
 

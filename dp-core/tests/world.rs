@@ -2,7 +2,8 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Tensor};
 use dp_core::{
-    Backend, Buffer, Devices, DistributedDataParallel, Error, ParamStore, ReduceOp, Sgd, Trainer, World,
+    Backend, Buffer, Devices, DistributedDataParallel, Error, ParamStore, ReduceOp, Sgd, Trainer,
+    World,
 };
 
 use crate::support::{
