@@ -66,8 +66,7 @@ mod precision;
 
 // The kernels' sources are tested on the host, too.
 #[cfg(any(test, feature = "cuda"))]
-// Until buffers, parameters and collectives use all of it.
-#[allow(dead_code, unused_imports)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unused_imports))]
 pub(crate) mod cuda;
 
 pub mod bucket;

@@ -6,7 +6,6 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
-    ValidAsZeroBits,
 };
 
 use super::compile::{Functions, functions_of};
@@ -80,21 +79,6 @@ impl Kernels {
         }
         let copied = self.stream.memcpy_dtod(from, to);
         copied.map_err(|e| self.error("cuMemcpyDtoDAsync", e))
-    }
-
-    /// `out = 0`.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`] if the driver refuses.
-    pub fn fill_zero<T: DeviceRepr + ValidAsZeroBits>(
-        &self,
-        out: &mut CudaViewMut<'_, T>,
-    ) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
-        let filled = self.stream.memset_zeros(out);
-        filled.map_err(|e| self.error("cuMemsetD8Async", e))
     }
 
     /// Starts a kernel over `len` elements; nothing for 0.

@@ -12,7 +12,7 @@
 //! | [`find_non_finite`](Kernels::find_non_finite) | `step.rs` | NaN and infinity in reduced gradients |
 //! | [`max_abs`](Kernels::max_abs), [`sum_of_squares`](Kernels::sum_of_squares) | `norm.rs` | the gradient norm |
 //! | [`adamw`](Kernels::adamw), [`sgd`](Kernels::sgd) | `optim/` | division, clipping, update and rounding in one pass |
-//! | [`copy`](Kernels::copy), [`fill_zero`](Kernels::fill_zero) | slices | between parameters and buckets |
+//! | [`copy`](Kernels::copy) | slices | between parameters and buckets |
 //!
 //! **Same bits.** Kernels compute each element by the operations of the host code, in its order; NVRTC is told to contract
 //! nothing and to round division and square root as IEEE 754 says. Sums over elements are integers. So the results are the
@@ -46,8 +46,6 @@ mod reduce;
 #[cfg(feature = "cuda")]
 mod update;
 
-#[cfg(feature = "cuda")]
-pub(crate) use args::MAX_RANKS;
 #[cfg(feature = "cuda")]
 pub(crate) use kernels::{CudaFloat, Kernels};
 #[cfg(feature = "cuda")]
