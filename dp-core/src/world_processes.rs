@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicUsize;
 
 use candle_core::Device;
 
+#[cfg(feature = "nccl")]
 use crate::backend::Backend;
 #[cfg(feature = "mpi")]
 use crate::comm::MpiGroup;
