@@ -2,18 +2,16 @@
 
 usage: book-screenshots.py BOOK OUT [--page NAME...]
 
-Needs Playwright for Python, and Chromium on the PATH (or CHROMIUM=/path/to/it). Fails where a page is wider than the window, an
-image is missing, text or pictures stick out of the page, a page asks for something that is not there, or its scripts fail.
-Each picture is the whole page: OUT/PAGE-WIDTH-THEME.jpg.
+Needs Chromium, see chromium.py. Fails where a page is wider than the window, an image is missing, text or pictures stick out of
+the page, a page asks for something that is not there, or its scripts fail. Each picture is the whole page: OUT/PAGE-WIDTH-THEME.jpg.
 """
 
 import argparse
-import os
-import shutil
 import sys
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+sys.dont_write_bytecode = True  # nothing is left in the folder of the checks
+from chromium import Chromium
 
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 # mdBook's themes of these names; it remembers the reader's choice under `mdbook-theme`.
@@ -22,19 +20,20 @@ THEMES = {"light": "light", "dark": "navy"}
 LEFT_OUT = {"404.html", "toc.html", "print.html"}
 
 # What is wrong with the layout, as a list of texts. Wide tables and code scroll inside a box of their own.
-LAYOUT = """() => {
+LAYOUT = """(width) => {
     const errors = [], root = document.documentElement;
-    if (root.scrollWidth > window.innerWidth) errors.push(`page is ${root.scrollWidth} wide, window ${window.innerWidth}`);
+    if (root.scrollWidth > width) errors.push(`page is ${root.scrollWidth} wide, window ${width}`);
     for (const image of document.images)
         if (!image.complete || image.naturalWidth === 0) errors.push(`image is missing: ${image.src}`);
+    // Not of the whole text: it would scroll as well.
     const scrolls = e => {
-        for (; e && e !== document.body; e = e.parentElement)
+        for (; e.tagName !== 'MAIN'; e = e.parentElement)
             if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(e).overflowX) && e.scrollWidth > e.clientWidth) return true;
         return false;
     };
     for (const e of document.querySelectorAll('main *')) {
         const box = e.getBoundingClientRect();
-        if (box.width > 0 && box.right > window.innerWidth + 1 && !scrolls(e))
+        if (box.width > 0 && box.right > width + 1 && !scrolls(e))
             errors.push(`<${e.tagName.toLowerCase()}> ends at ${Math.round(box.right)}: ${(e.textContent || '').trim().slice(0, 60)}`);
     }
     // Labels of a picture that lie on each other, or leave it.
@@ -57,28 +56,20 @@ def look(browser, book, pages, out):
     """Takes all pictures; returns what is wrong."""
     errors = []
     for width_name, (width, height) in WIDTHS.items():
+        browser.resize(width, height)
         for theme_name, theme in THEMES.items():
-            context = browser.new_context(
-                viewport={"width": width, "height": height}, color_scheme=theme_name, reduced_motion="reduce"
-            )
-            context.add_init_script(f"try {{ localStorage.setItem('mdbook-theme', '{theme}') }} catch (e) {{}}")
-            page = context.new_page()
-            said = []
-            page.on("console", lambda m: said.append(f"console: {m.text}") if m.type == "error" else None)
-            page.on("pageerror", lambda e: said.append(f"script: {e}"))
-            page.on("requestfailed", lambda r: said.append(f"not loaded: {r.url}"))
-            for path in pages:
-                name = path.relative_to(book).as_posix()
-                said.clear()
-                page.goto(path.as_uri(), wait_until="load", timeout=20_000)
-                shown = page.evaluate("document.documentElement.classList.value")
-                if theme not in shown.split():
-                    said.append(f"the theme is not {theme}: {shown}")
-                said += page.evaluate(LAYOUT)
-                picture = out / f"{name.removesuffix('.html').replace('/', '-')}-{width_name}-{theme_name}.jpg"
-                page.screenshot(path=picture, full_page=True, type="jpeg", quality=80)
-                errors += [f"{name}, {width_name}, {theme_name}: {text}" for text in said]
-            context.close()
+            browser.prefer(theme_name)
+            with browser.before_each_page(f"localStorage.setItem('mdbook-theme', '{theme}')"):
+                for path in pages:
+                    name = path.relative_to(book).as_posix()
+                    browser.open(path.as_uri())
+                    said = browser.evaluate(f"({LAYOUT})({width})")
+                    shown = browser.evaluate("document.documentElement.classList.value")
+                    if theme not in shown.split():
+                        said.append(f"the theme is not {theme}: {shown}")
+                    picture = out / f"{name.removesuffix('.html').replace('/', '-')}-{width_name}-{theme_name}.jpg"
+                    browser.screenshot(picture)
+                    errors += [f"{name}, {width_name}, {theme_name}: {text}" for text in said + browser.complaints()]
     return errors
 
 
@@ -94,14 +85,9 @@ def main():
         pages = [p for p in pages if p.relative_to(book).as_posix() in options.page]
     if not pages:
         sys.exit(f"{book}: no pages")
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if not chromium:
-        sys.exit("no chromium on the PATH; install it, or set CHROMIUM")
     options.out.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+    with Chromium() as browser:
         errors = look(browser, book, pages, options.out)
-        browser.close()
     pictures = len(pages) * len(WIDTHS) * len(THEMES)
     print(f"{pictures} pictures of {len(pages)} pages in {options.out}, {len(errors)} errors")
     if errors:

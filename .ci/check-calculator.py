@@ -1,9 +1,9 @@
 """Checks the book's memory calculator in headless Chromium against the program `plan`: every number of hundreds of inputs, by
-links and by keys; what both refuse; names of controls, focus, and the width of a phone.
+links and by keys; what both refuse; names of controls, and focus. How the page looks is for book-screenshots.py.
 
-usage: check-calculator.py BOOK PLAN SCREENSHOTS
+usage: check-calculator.py BOOK PLAN
 
-BOOK is the folder of the built book, PLAN the program. Pictures of the page go to the folder SCREENSHOTS.
+BOOK is the folder of the built book, PLAN the program.
 """
 
 import itertools
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+sys.dont_write_bytecode = True  # nothing is left in the folder of the checks
 from calculator_cases import REFUSED, all_cases
 from chromium import Chromium
 
@@ -290,24 +291,6 @@ def check_access(browser, page):
     return errors
 
 
-def check_looks(browser, page, folder):
-    """Pictures in light and dark, at the widths of a desktop and of a phone, where nothing sticks out."""
-    errors = []
-    for theme, width in itertools.product(("light", "navy"), (1280, 390)):
-        browser.resize(width)
-        browser.open(page)
-        browser.evaluate(f"localStorage.setItem('mdbook-theme', '{theme}'), localStorage.setItem('mdbook-sidebar', 'hidden')")
-        browser.open(page)
-        if not browser.evaluate(f"document.documentElement.classList.contains('{theme}')"):
-            errors.append(f"the theme {theme} is not shown")
-        needed = browser.evaluate("document.documentElement.scrollWidth")
-        if needed > width:
-            errors.append(f"the page is {needed} px wide at {width} px")
-        browser.resize(width, browser.evaluate("document.documentElement.scrollHeight"))
-        browser.screenshot(folder / f"calculator-{theme}-{width}.png")
-    return errors
-
-
 def check_other_pages(browser, book):
     errors = []
     for name in ("plan.html", "concepts/zero.html"):
@@ -318,8 +301,7 @@ def check_other_pages(browser, book):
     return errors
 
 
-def main(book, program, screenshots):
-    screenshots.mkdir(parents=True, exist_ok=True)
+def main(book, program):
     page = (book.resolve() / "calculator.html").as_uri()
     with tempfile.TemporaryDirectory() as folder, Chromium() as browser:
         plan = Plan(program, folder)
@@ -328,13 +310,13 @@ def main(book, program, screenshots):
         errors += check_refused(browser, page, plan)
         num_typed, more = check_keys(browser, page, plan)
         errors += more + check_access(browser, page) + browser.complaints()
-        errors += check_looks(browser, page, screenshots) + check_other_pages(browser, book.resolve())
+        errors += check_other_pages(browser, book.resolve())
     print(f"{num_cases} links, {len(REFUSED)} refused, {num_typed} by keys: {len(errors)} errors")
     if errors:
         sys.exit("\n".join(errors[:40]))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) != 3:
         sys.exit(__doc__)
     main(*(Path(argument) for argument in sys.argv[1:]))

@@ -4,10 +4,11 @@
         browser.open("file:///.../page.html")
         browser.evaluate("document.title")
 
-Every wait has a deadline. See https://chromedevtools.github.io/devtools-protocol/ for the commands.
+Chromium is that of the PATH, or CHROMIUM=/path/to/it. Every wait has a deadline. See https://chromedevtools.github.io/devtools-protocol/ for the commands.
 """
 
 import base64
+import contextlib
 import json
 import os
 import select
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 SECONDS = 60
 # Keys that are no character: code and number that Chromium wants with them.
@@ -26,7 +28,9 @@ class Chromium:
     """One page of a browser of its own, which ends with the `with` block."""
 
     def __enter__(self):
-        command = shutil.which("chromium") or sys.exit("chromium is missing: apt-get install chromium")
+        command = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+        if not command:
+            sys.exit("no chromium on the PATH: apt-get install chromium, or set CHROMIUM")
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_browser, self.commands = os.pipe()
         self.answers, from_browser = os.pipe()
@@ -114,15 +118,17 @@ class Chromium:
             self.events.append(self.read(deadline, event))
 
     def complaints(self):
-        """What the page threw or logged as an error since it was opened."""
+        """What the page threw or logged as an error since it was opened, and what it could not load."""
         found = []
         for event in self.events:
             params = event.get("params", {})
             if event.get("method") == "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
                 found.append(details.get("exception", {}).get("description", details["text"]))
+            if event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
+                found.append(" ".join(str(a.get("value", a.get("description"))) for a in params["args"]))
             if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-                found.append(params["entry"]["text"])
+                found.append(f"{params['entry']['text']} {params['entry'].get('url', '')}".rstrip())
         return found
 
     def requests(self):
@@ -158,8 +164,22 @@ class Chromium:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
 
+    def prefer(self, scheme):
+        """Light or dark, as the system's setting; no movement in any case."""
+        features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        self.call("Emulation.setEmulatedMedia", features=[{"name": n, "value": v} for n, v in features.items()])
+
+    @contextlib.contextmanager
+    def before_each_page(self, script):
+        """Runs a script in each page that is opened within the `with` block, before its own."""
+        script = self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+        yield
+        self.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script["identifier"])
+
     def screenshot(self, path):
-        """The whole page as a PNG file."""
-        picture = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        with open(path, "wb") as file:
-            file.write(base64.b64decode(picture["data"]))
+        """The whole page, also what is outside of the window, as a JPEG file."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        picture = self.call(
+            "Page.captureScreenshot", format="jpeg", quality=80, captureBeyondViewport=True, clip=size | {"scale": 1}
+        )
+        Path(path).write_bytes(base64.b64decode(picture["data"]))

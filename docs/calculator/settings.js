@@ -204,5 +204,5 @@ const dpSettings = (() => {
         return errors;
     }
 
-    return { read, keysOf, defaultOf, grouped, SUBJECTS, TRAINING, DEFAULTS, CHOICES };
+    return { read, keysOf, defaultOf, grouped, SUBJECTS, TRAINING, DEFAULTS };
 })();
