@@ -4,7 +4,7 @@
 #
 #     .ci/bench-network.sh [OPTIONS OF bench-train...]       RATE=10gbit for another network
 #
-# Needs root, Open MPI and a machine that is idle otherwise. Exit code 77: network namespaces are not permitted here.
+# Needs root, Open MPI and a machine that is idle otherwise. Exit code 77: see two-hosts.sh.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

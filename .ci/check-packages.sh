@@ -9,6 +9,8 @@ target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+# Those of another version would be found below, too.
+rm -f "$target"/package/*.crate
 cargo package --workspace --exclude dp-examples --no-verify --allow-dirty
 
 cp Cargo.toml Cargo.lock "$scratch"

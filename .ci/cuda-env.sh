@@ -14,6 +14,7 @@
 set -euo pipefail
 
 [[ $# -eq 1 ]] || { echo "usage: cuda-env.sh DIR" >&2; exit 2; }
+source "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
 mkdir -p "$1/bin" "$1/lib" "$1/include"
 dir=$(cd "$1" && pwd -P)
 
@@ -52,8 +53,7 @@ chmod +x "$dir/bin/nvcc"
 if [[ ! -e $dir/lib/libnvrtc.so ]]; then
     python=python3
     if ! python3 -m pip --version >/dev/null 2>&1; then
-        python3 -c 'import ensurepip' 2>/dev/null ||
-            { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends python3-venv; } >&2
+        need_venv >&2
         python3 -m venv "$dir/python"
         python=$dir/python/bin/python
     fi

@@ -9,10 +9,10 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 target=${CARGO_TARGET_DIR:-target}
 
-if ! command -v mpirun >/dev/null || ! command -v mpicc >/dev/null || ! command -v clang >/dev/null; then
-    apt-get update -q
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends openmpi-bin libopenmpi-dev libclang-dev clang
-fi
+source .ci/apt.sh
+for command in mpirun mpicc clang; do
+    need "$command" openmpi-bin libopenmpi-dev libclang-dev clang
+done
 
 # Not all containers permit one process to read another one's memory; without it, Open MPI copies through a shared file.
 export OMPI_MCA_btl_vader_single_copy_mechanism=none
@@ -133,12 +133,14 @@ step "two hosts: network namespaces, TCP"
 code=0
 .ci/two-hosts.sh -n 4 -- "$test_program" contract || code=$?
 if [[ $code -eq 77 ]]; then
-    echo "skipped: network namespaces are not permitted here"
+    echo "SKIPPED: network namespaces are not permitted here"
 else
     [[ $code -eq 0 ]]
     .ci/two-hosts.sh -n 4 -- "$test_program" digests --ranks 4 | diff "$scratch/threads-4" -
     # Only that it runs: what it measures at this size, on this machine, says nothing.
-    .ci/bench-network.sh --context 16 --width 64 --layers 2 --steps 3 --warmup 1 --rounds 1
+    .ci/bench-network.sh --context 16 --width 64 --layers 2 --steps 3 --warmup 1 --rounds 1 || code=$?
+    [[ $code -eq 0 || $code -eq 77 ]]
+    [[ $code -eq 0 ]] || echo "SKIPPED: tc cannot limit a network here"
 fi
 
 printf '\nMPI checks passed in %s s.\n' "$SECONDS"

@@ -5,7 +5,7 @@
 #     .ci/two-hosts.sh [-n RANKS] [--rate RATE] [--timeout SECONDS] -- PROGRAM ARGUMENTS...
 #
 # RATE limits the cable in each direction, in words of tc such as 1gbit; without it, it is as fast as the machine.
-# Needs root, iproute2 and Open MPI. Exit code 77: namespaces are not permitted here.
+# Needs root, iproute2 and Open MPI. Exit code 77: namespaces are not permitted here, or tc cannot limit the cable.
 
 set -euo pipefail
 
@@ -21,9 +21,8 @@ while (($#)); do
 done
 (($#)) || { echo "two-hosts.sh: no program" >&2; exit 2; }
 
-if ! command -v ip >/dev/null; then
-    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends iproute2
-fi >&2
+source "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
+need ip iproute2 >&2
 
 # The names of devices have at most 15 characters.
 one=one$$ two=two$$
