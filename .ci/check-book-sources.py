@@ -47,9 +47,9 @@ SECTIONS = ["run", "data", "model", "zero_optimization", "optimizer", "scheduler
 NO_KEYS = ["type", "safetensors", "index", "json", "rs", "parameters", "zero_grad", "param_groups", "step", "epoch", "samples", "seed"]
 # Of cargo, mpirun, srun, torchrun, docker and .ci/two-hosts.sh.
 OTHER_OPTIONS = set(
-    "release bin bench test workspace features all-targets nproc-per-node nnodes node-rank master-addr no-python host bind-to map-by"
-    " tag-output oversubscribe allow-run-as-root cpus-per-task ntasks-per-node logdir quiet check help locked list lib"
-    " no-deps rate shm-size rdzv-id gpus-per-task max-restarts".split()
+    "release bin bench test workspace features all-targets nproc-per-node nnodes no-python host bind-to map-by tag-output"
+    " oversubscribe allow-run-as-root cpus-per-task ntasks-per-node logdir check help rate shm-size rdzv-id gpus-per-task"
+    " max-restarts".split()
 )
 DEFINES = r"\b(?:fn|struct|enum|trait|type|const|static|mod)\s+{0}\b|^\s*(?:pub )?{0}\s*(?::(?!:)|[({{,])|\bpub use [^;]*\b{0}\b"
 
