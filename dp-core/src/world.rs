@@ -223,7 +223,7 @@ impl World {
     /// Like [`run`](Self::run), and returns what the ranks of this process return, in rank order: those of
     /// [`ranks_here`](Self::ranks_here). So a program for threads and processes does not count on all of them; what one rank
     /// has to know of all others, they exchange in `f`
-    /// ([`all_gather_object`](trait@Communicator#method.all_gather_object)).
+    /// ([`all_gather_object`](trait@crate::Communicator#method.all_gather_object)).
     ///
     /// # Errors
     /// See [`run`](Self::run).
