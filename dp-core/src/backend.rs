@@ -77,7 +77,7 @@ impl Backend {
 #[cfg(feature = "nccl")]
 pub(crate) fn own_gpu(launched: &Launched) -> Result<Device> {
     let visible = crate::comm::visible_gpus()?;
-    let local_rank = launched.local_rank.unwrap_or(launched.rank);
+    let local_rank = launched.local_rank();
     // Slurm can show each process its own GPU alone, as number 0. Ranks that share one find out when they meet.
     let ordinal = if visible == 1 { 0 } else { local_rank };
     if ordinal >= visible {

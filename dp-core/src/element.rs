@@ -221,6 +221,14 @@ int_element!(u8, U8);
 int_element!(u32, U32);
 int_element!(i64, I64);
 
+/// True for the dtypes that have an [`Element`].
+pub(crate) fn is_element(dtype: DType) -> bool {
+    matches!(
+        dtype,
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::U8 | DType::U32 | DType::I64
+    )
+}
+
 /// Runs `$body` with the type parameter `$t` bound to the element type of `$dtype`, which a [`Buffer`](crate::Buffer) guarantees.
 macro_rules! with_element {
     ($dtype:expr, $t:ident => $body:expr) => {

@@ -120,11 +120,15 @@ impl Launched {
         Self::from_variables(|name| std::env::var(name).ok())
     }
 
-    /// The variable that tells the world size, with its value.
-    #[cfg(feature = "mpi")]
-    pub fn world_size_variable(&self) -> (&'static str, String) {
-        let names = self.launcher.variables();
-        (names.world_size, self.world_size.to_string())
+    /// The rank among those of this host; the rank itself where the launcher does not say.
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
+    pub fn local_rank(&self) -> usize {
+        self.local_rank.unwrap_or(self.rank)
+    }
+
+    /// Ranks on this host; 1 where the launcher does not say.
+    pub fn local_size(&self) -> usize {
+        self.local_size.unwrap_or(1)
     }
 
     /// Refuses what this build cannot join.

@@ -148,15 +148,15 @@ impl Param {
 
     /// Writes elements `range` (row-major), of any float dtype, as little-endian bytes.
     pub(crate) fn write_le(&self, range: Range<usize>, out: &mut dyn Write) -> Result<()> {
+        let failed = |e| Error::parameter(&self.name, format!("writing its values: {e}"));
         with_element!(self.tensor.dtype(), T => {
             #[cfg(feature = "cuda")]
             if self.is_cuda() {
-                return cuda::write_le::<T>(&self.tensor, range, out)
-                    .map_err(|e| Error::parameter(&self.name, format!("writing its values: {e}")));
+                return cuda::write_le::<T>(&self.tensor, range, out).map_err(failed);
             }
             with_values::<T, _>(&self.tensor, |values| write_le(&values[range], out))?
         })
-        .map_err(|e| Error::parameter(&self.name, format!("writing its values: {e}")))
+        .map_err(failed)
     }
 
     /// Lets `f` overwrite elements `range` in place: it gets their positions in `range` and their memory, all at once on the

@@ -256,10 +256,8 @@ impl<O: Optimizer> Engine<O> {
             .iter_mut()
             .map(Buffer::as_mut_slice::<f32>)
             .collect::<Result<_>>()?;
-        let mut masters = match self.masters.of_mut(bucket) {
-            Some(masters) => Some(masters.as_mut_slice::<f32>()?),
-            None => None,
-        };
+        let masters = self.masters.of_mut(bucket);
+        let mut masters = masters.map(Buffer::as_mut_slice::<f32>).transpose()?;
         let owned = self.owned[bucket].clone();
         let bucket = &self.layout.buckets()[bucket];
         for segment in bucket.segments(owned) {

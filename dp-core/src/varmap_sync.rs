@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 use candle_nn::VarMap;
 
 use crate::buffer::{Buffer, with_element};
 use crate::comm::{Collective, Communicator, ReduceOp, Request};
+use crate::element::is_element;
 use crate::error::{Error, Result};
 use crate::memory::Ledger;
 use crate::param::Param;
@@ -199,15 +200,9 @@ fn refuse_shared(vars: &[(String, Var)], comm: &dyn Communicator) -> Result<()> 
     let process = i64::from(std::process::id());
     let mut mine = Vec::with_capacity(vars.len() * 16);
     for (_, var) in vars {
-        let address = match var.dtype() {
-            DType::F32
-            | DType::F64
-            | DType::F16
-            | DType::BF16
-            | DType::U8
-            | DType::U32
-            | DType::I64 => address_of(var)?,
-            _ => 0,
+        let address = match is_element(var.dtype()) {
+            true => address_of(var)?,
+            false => 0,
         };
         let used = if var.elem_count() == 0 { 0 } else { address };
         mine.extend_from_slice(&process.to_le_bytes());

@@ -3,7 +3,6 @@
 use std::error::Error as StdError;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -11,11 +10,12 @@ use candle_core::Device;
 
 use crate::backend::Backend;
 use crate::candle_threads;
-use crate::comm::{Communicator, Connected, GroupControl, Patience, naive_group, shared_group};
+use crate::comm::{Connected, GroupControl, Patience, naive_group, shared_group};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::launcher::Launched;
 use crate::memory::set_thread_rank;
+use crate::rank::Rank;
 use crate::world_error::{Cause, RankError, WorldError, panic_message};
 
 /// A fixed number of ranks that run the same closure.
@@ -92,8 +92,8 @@ impl World {
     /// was built with; torchrun is none. MPI is initialised by the first run, and ends with the process; the program does
     /// neither.
     ///
-    /// Threads
-    /// per rank: `RAYON_NUM_THREADS` if set, else the cores that this process may use, divided by the ranks on this host.
+    /// Threads per rank: `RAYON_NUM_THREADS` if set, else the cores that this process may use, divided by the ranks on this
+    /// host.
     ///
     /// # Errors
     /// [`Error::Environment`] if the variables of a launcher are incomplete, wrong or contradict those of another one, if
@@ -126,8 +126,8 @@ impl World {
 
     fn of_processes(launched: Launched) -> Result<Self> {
         launched.check_supported()?;
-        let ranks_here = launched.local_size.unwrap_or(1);
-        Ok(Self::new(launched.world_size, ranks_here, Some(launched)))
+        let (world_size, ranks_here) = (launched.world_size, launched.local_size());
+        Ok(Self::new(world_size, ranks_here, Some(launched)))
     }
 
     /// The longest that a rank waits in a collective; 60 s unless set.
@@ -170,7 +170,8 @@ impl World {
         self
     }
 
-    /// What the ranks compute on.
+    /// What was chosen by [`with_devices`](Self::with_devices); the CPU unless it was called, also where ranks over
+    /// [`Backend::Nccl`] get a GPU each.
     pub fn devices(&self) -> &Devices {
         &self.devices
     }
@@ -222,7 +223,7 @@ impl World {
     /// Like [`run`](Self::run), and returns what the ranks of this process return, in rank order: those of
     /// [`ranks_here`](Self::ranks_here). So a program for threads and processes does not count on all of them; what one rank
     /// has to know of all others, they exchange in `f`
-    /// ([`all_gather_object`](trait@Communicator#method.all_gather_object)).
+    /// ([`all_gather_object`](trait@crate::Communicator#method.all_gather_object)).
     ///
     /// # Errors
     /// See [`run`](Self::run).
@@ -236,10 +237,9 @@ impl World {
         if let Some(launched) = &self.launched {
             return self.map_process(launched, f).map(|result| vec![result]);
         }
-        let devices = self.devices_of(0..self.world_size);
-        let devices = devices.map_err(|failure| E::from(failure))?;
+        let devices = self.devices_of_threads()?;
         let connected = self.connect(&devices);
-        let (comms, control) = connected.map_err(|error| E::from(self.failure_of(0, error)))?;
+        let (comms, control) = connected.map_err(|error| self.failure_of(0, error))?;
         let order = AtomicUsize::new(0);
         let outcomes: Vec<Result<T, RankError>> = std::thread::scope(|scope| {
             let supervisors: Vec<_> = comms
@@ -284,20 +284,23 @@ impl World {
         }))
     }
 
-    /// The devices of the ranks with these local numbers.
-    pub(crate) fn devices_of(&self, ranks: Range<usize>) -> Result<Vec<Device>, WorldError> {
+    /// The devices of ranks that are threads.
+    fn devices_of_threads(&self) -> Result<Vec<Device>, WorldError> {
+        let built = self.backend.check_built();
+        built.map_err(|error| self.failure_of(0, error))?;
         let devices = match (self.backend, &self.devices) {
             (Backend::Nccl, Devices::Cpu) => &Devices::Cuda((0..self.world_size).collect()),
             (_, devices) => devices,
         };
-        let device = |rank: usize| {
-            let device = self.backend.check_built().and_then(|()| devices.of(rank));
+        let device = |rank| {
+            let device = devices.of(rank);
             device.map_err(|error| self.failure_of(rank, error))
         };
-        ranks.map(device).collect()
+        (0..self.world_size).map(device).collect()
     }
 
-    fn failure_of(&self, rank: usize, error: Error) -> WorldError {
+    /// The failure of one rank, before or beside the run.
+    pub(crate) fn failure_of(&self, rank: usize, error: Error) -> WorldError {
         WorldError {
             world_size: self.world_size,
             failures: vec![RankError {
@@ -370,70 +373,5 @@ impl World {
         }
         control.rank_failed(rank, failure.cause.to_string());
         Err(failure)
-    }
-}
-
-/// What a rank knows of itself; the argument of the closure that [`World::run`] runs.
-#[derive(Debug, Clone)]
-pub struct Rank {
-    comm: Arc<dyn Communicator>,
-    device: Device,
-    local_rank: usize,
-}
-
-impl Rank {
-    /// The rank behind `comm`.
-    pub(crate) fn new(comm: Arc<dyn Communicator>, local_rank: usize, device: Device) -> Self {
-        let rank = Self {
-            comm,
-            device,
-            local_rank,
-        };
-        // All CUDA devices of Candle begin with one constant seed, so ranks would draw the same dropout masks.
-        if rank.device.is_cuda()
-            && let Err(error) = rank.device.set_seed(rank.seed(0))
-        {
-            tracing::warn!(
-                "rank {}: its GPU's generator has no seed: {error}",
-                rank.rank()
-            );
-        }
-        rank
-    }
-
-    /// This rank, `0 <= rank < world_size`.
-    pub fn rank(&self) -> usize {
-        self.comm.rank()
-    }
-
-    /// This rank among those of its machine, from 0: torchrun's `LOCAL_RANK`, which chooses a device. The rank itself, where
-    /// the launcher does not say it.
-    pub fn local_rank(&self) -> usize {
-        self.local_rank
-    }
-
-    /// Number of ranks.
-    pub fn world_size(&self) -> usize {
-        self.comm.world_size()
-    }
-
-    /// This rank's end of the group.
-    pub fn comm(&self) -> Arc<dyn Communicator> {
-        Arc::clone(&self.comm)
-    }
-
-    /// A seed of this rank's own, for random numbers that must differ between ranks, such as dropout masks: a function of
-    /// `seed` and the rank. What must be equal on all ranks (initial values, the shuffled order) takes `seed` itself.
-    pub fn seed(&self, seed: u64) -> u64 {
-        // The finaliser of SplitMix64 is a bijection, so two ranks never share a seed.
-        let mut z = seed.wrapping_add((self.rank() as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// The device this rank computes on: see [`World::with_devices`].
-    pub fn device(&self) -> &Device {
-        &self.device
     }
 }

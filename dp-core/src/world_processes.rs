@@ -15,10 +15,11 @@ use crate::comm::NcclGroup;
 use crate::comm::ProcessGroup;
 #[cfg(feature = "nccl")]
 use crate::devices::Devices;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::launcher::Launched;
-use crate::world::{Rank, World};
-use crate::world_error::{Cause, RankError, WorldError};
+use crate::rank::Rank;
+use crate::world::World;
+use crate::world_error::WorldError;
 
 impl World {
     /// Runs `f` on this process' rank, and returns when all ranks have ended.
@@ -28,15 +29,15 @@ impl World {
         T: Send,
         E: Into<Box<dyn StdError + Send + Sync>> + From<WorldError> + Send,
     {
-        let error_here = |error: Error| self.failed(launched, error);
+        let error_here = |error| self.failure_of(launched.rank, error);
+        let patience = self.patience(launched.local_size());
         match self.backend.of_processes(launched).map_err(error_here)? {
             #[cfg(feature = "nccl")]
             Backend::Nccl => {
-                let patience = self.patience(launched.local_size.unwrap_or(1));
                 let begin = || {
                     let device = match &self.devices {
                         Devices::Cpu => crate::backend::own_gpu(launched)?,
-                        chosen => chosen.of(launched.local_rank.unwrap_or(launched.rank))?,
+                        chosen => chosen.of(launched.local_rank())?,
                     };
                     let group = NcclGroup::begin(launched, self.timeout, patience, &device)?;
                     Ok((group, device))
@@ -46,11 +47,10 @@ impl World {
             }
             #[cfg(feature = "mpi")]
             _ => {
-                let patience = self.patience(launched.local_size.unwrap_or(1));
                 let group =
                     MpiGroup::begin(launched, self.timeout, patience).map_err(error_here)?;
-                let local_rank = launched.local_rank.unwrap_or(launched.rank);
-                self.map_group(launched, &group, || self.devices.of(local_rank), f)
+                let device = || self.devices.of(launched.local_rank());
+                self.map_group(launched, &group, device, f)
             }
             #[cfg(not(feature = "mpi"))]
             other => unreachable!("{other:?} was refused"),
@@ -69,12 +69,11 @@ impl World {
         T: Send,
         E: Into<Box<dyn StdError + Send + Sync>> + From<WorldError> + Send,
     {
-        let local_rank = launched.local_rank.unwrap_or(launched.rank);
         let order = AtomicUsize::new(0);
         let outcome = self.supervise(launched.rank, group.as_ref(), &order, || {
             // Here, so that the others hear of it if there is no such device.
-            let device = device().map_err(|error| self.failed::<E>(launched, error))?;
-            f(Rank::new(group.comm(), local_rank, device))
+            let device = device().map_err(|error| self.failure_of(launched.rank, error))?;
+            f(Rank::new(group.comm(), launched.local_rank(), device))
         });
         let (outcome, mut failures) = group.end(outcome);
         match outcome {
@@ -94,18 +93,5 @@ impl World {
             world_size: self.world_size,
             failures,
         }))
-    }
-
-    /// This process' own failure.
-    fn failed<E: From<WorldError>>(&self, launched: &Launched, error: Error) -> E {
-        E::from(WorldError {
-            world_size: self.world_size,
-            failures: vec![RankError {
-                rank: launched.rank,
-                cause: Cause::Error(error.into()),
-                consequence: false,
-                order: 0,
-            }],
-        })
     }
 }

@@ -2,7 +2,7 @@
 
 use anyhow::{bail, ensure};
 use candle_core::DType;
-use dp_core::{EngineConfig, ParamShapes};
+use dp_core::{Devices, EngineConfig, ParamShapes};
 use dp_models::ModelConfig;
 use dp_zero::{Sharding, TrainerPlan};
 
@@ -38,12 +38,14 @@ pub struct Demand<'a> {
 
 impl Demand<'_> {
     /// Refuses a job that takes more than the machine has: on each rank [`TrainerPlan::peak`] with the estimate of activations.
-    /// Where the system does not tell how much memory there is, every job passes.
+    /// Where the system does not tell how much memory there is, every job passes, and so it does on GPUs, which say themselves
+    /// when they are full.
     ///
     /// # Errors
     /// Bytes needed and bytes there; a model that is too large for any machine.
-    pub fn check(&self) -> anyhow::Result<()> {
-        match machine::memory() {
+    pub fn check(&self, devices: &Devices) -> anyhow::Result<()> {
+        let on_cpu = *devices == Devices::Cpu;
+        match machine::memory().filter(|_| on_cpu) {
             Some(available) => self.check_against(available),
             None => within_limits(self.model, self.batch, self.context),
         }

@@ -15,8 +15,12 @@ const DEADLINE: Duration = Duration::from_secs(60);
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
 
 fn launch(ranks: &str, script: &str) -> Command {
+    launch_with(&["-n", ranks], script)
+}
+
+fn launch_with(options: &[&str], script: &str) -> Command {
     let mut command = Command::new(DP_LAUNCH);
-    command.args(["-n", ranks, "--", "sh", "-c", script]);
+    command.args(options).args(["--", "sh", "-c", script]);
     command.stdin(Stdio::null());
     command
 }
@@ -280,16 +284,7 @@ fn signals_to_the_launcher_end_everything() -> Result {
 fn ranks_that_ignore_sigterm_are_killed_after_the_grace_period_or_a_second_signal() -> Result {
     for (grace, signals) in [("0.2", 1), ("600", 2)] {
         let pids = Pids::new()?;
-        let mut command = Command::new(DP_LAUNCH);
-        command.args([
-            "-n",
-            "2",
-            "--grace",
-            grace,
-            "sh",
-            "-c",
-            &family(&pids, true),
-        ]);
+        let command = launch_with(&["-n", "2", "--grace", grace], &family(&pids, true));
         let launcher = Running::start(command)?;
         let all = pids.wait(6)?;
         for _ in 0..signals {
@@ -313,16 +308,8 @@ fn ranks_that_ignore_sigterm_are_killed_after_the_grace_period_or_a_second_signa
 fn sigkill_of_the_launcher_leaves_nothing() -> Result {
     for stubborn in [false, true] {
         let pids = Pids::new()?;
-        let mut command = Command::new(DP_LAUNCH);
-        command.args([
-            "-n",
-            "2",
-            "--grace",
-            "0.2",
-            "sh",
-            "-c",
-            &family(&pids, stubborn),
-        ]);
+        let options = ["-n", "2", "--grace", "0.2"];
+        let mut command = launch_with(&options, &family(&pids, stubborn));
         // As `timeout -s KILL` does it: to the launcher's whole group.
         command.process_group(0);
         let launcher = Running::start(command)?;

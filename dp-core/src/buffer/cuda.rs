@@ -15,7 +15,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, DeviceLocation};
 
 use super::{unsupported, wrong_type};
 use crate::cuda::Kernels;
-use crate::element::{Element, with_element};
+use crate::element::{Element, is_element, with_element};
 use crate::error::{Error, Result};
 use crate::precision::with_trainable;
 
@@ -87,7 +87,7 @@ impl CudaMemory {
             if len > self.slice::<T>()?.len() {
                 let mut longer = Self::zeros(self.dtype(), len, self.device())?;
                 let values = self.view::<T>(own.clone())?;
-                copy(self.device(), &values, &mut longer.view_mut(own)?)?;
+                copy(&self.stream(), &values, &mut longer.view_mut(own)?)?;
                 *self = longer;
                 return Ok(());
             }
@@ -109,10 +109,10 @@ impl CudaMemory {
 
     /// Becomes a copy of elements `range` of `other`.
     pub fn copy_from(&mut self, other: &Self, range: Range<usize>) -> Result<()> {
-        let (device, own) = (self.device().clone(), 0..self.len);
+        let (stream, own) = (self.stream(), 0..self.len);
         check_lengths(range.len(), own.len())?;
         with_element!(self.dtype(), T => {
-            copy(&device, &other.view::<T>(range)?, &mut self.view_mut::<T>(own)?)
+            copy(&stream, &other.view::<T>(range)?, &mut self.view_mut::<T>(own)?)
         })
     }
 
@@ -163,9 +163,9 @@ impl CudaMemory {
     }
 }
 
-/// Puts a copy on the device's stream. Both have the same length.
+/// Puts a copy on a stream of the device. Both have the same length.
 pub(crate) fn copy<T: Element>(
-    device: &CudaDevice,
+    stream: &Arc<CudaStream>,
     from: &CudaView<'_, T>,
     to: &mut CudaViewMut<'_, T>,
 ) -> Result<()> {
@@ -173,8 +173,8 @@ pub(crate) fn copy<T: Element>(
     if from.is_empty() {
         return Ok(());
     }
-    let copied = device.cuda_stream().memcpy_dtod(from, to);
-    copied.map_err(|e| failed(device, "cuMemcpyDtoDAsync", e))
+    let copied = stream.memcpy_dtod(from, to);
+    copied.map_err(|e| Error::cuda(stream.context().ordinal(), "cuMemcpyDtoDAsync", e))
 }
 
 /// Copies to the host and waits for it, and so for all that the device's stream has to do before.
@@ -247,13 +247,6 @@ fn pieces<T>(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len)
         .step_by(step)
         .map(move |start| start..(start + step).min(len))
-}
-
-fn is_element(dtype: DType) -> bool {
-    matches!(
-        dtype,
-        DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::U8 | DType::U32 | DType::I64
-    )
 }
 
 fn check_range(range: &Range<usize>, len: usize) -> Result<()> {

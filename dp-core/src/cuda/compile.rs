@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, LazyLock};
 
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction};
 use candle_core::cuda_backend::cudarc::nvrtc::{
     CompileError, CompileOptions, Ptx, compile_ptx_with_opts,
@@ -13,10 +14,11 @@ use parking_lot::Mutex;
 use super::sources::{Kernel, OPTIONS, SOURCES, Source};
 use crate::error::{Error, Result};
 
-/// The kernels of one device.
+/// The kernels of one device, and what it takes to launch them.
 #[derive(Debug)]
 pub(super) struct Functions {
     device: usize,
+    num_multiprocessors: u32,
     by_kernel: HashMap<Kernel, CudaFunction>,
 }
 
@@ -26,6 +28,10 @@ impl Functions {
             let message = format!("no kernel `{}` in the sources", kernel.symbol());
             Error::cuda(self.device, "launch", message)
         })
+    }
+
+    pub fn num_multiprocessors(&self) -> u32 {
+        self.num_multiprocessors
     }
 }
 
@@ -48,9 +54,10 @@ pub(super) fn functions_of(context: &Arc<CudaContext>) -> Result<Arc<Functions>>
     if let Some(functions) = cache.functions.get(&device) {
         return Ok(Arc::clone(functions));
     }
-    let capability = context
-        .compute_capability()
-        .map_err(|e| Error::cuda(device, "cuDeviceGetAttribute", e))?;
+    let unknown = |e| Error::cuda(device, "cuDeviceGetAttribute", e);
+    let capability = context.compute_capability().map_err(unknown)?;
+    let count = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let num_multiprocessors = context.attribute(count).map_err(unknown)?.unsigned_abs();
     let ptx = match cache.ptx.entry(capability) {
         Entry::Occupied(known) => known.into_mut(),
         Entry::Vacant(new) => {
@@ -75,7 +82,11 @@ pub(super) fn functions_of(context: &Arc<CudaContext>) -> Result<Arc<Functions>>
             by_kernel.insert(kernel, function);
         }
     }
-    let functions = Arc::new(Functions { device, by_kernel });
+    let functions = Arc::new(Functions {
+        device,
+        num_multiprocessors,
+        by_kernel,
+    });
     cache.functions.insert(device, Arc::clone(&functions));
     Ok(functions)
 }

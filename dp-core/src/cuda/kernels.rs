@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
 };
 
 use super::compile::{Functions, functions_of};
@@ -32,7 +31,6 @@ const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 pub(crate) struct Kernels {
     stream: Arc<CudaStream>,
     functions: Arc<Functions>,
-    max_blocks: u32,
 }
 
 impl Kernels {
@@ -47,38 +45,15 @@ impl Kernels {
 
     /// [`of`](Self::of), on any stream of a device.
     pub fn on(stream: &Arc<CudaStream>) -> Result<Self> {
-        let context = stream.context();
-        let count = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        let count = context
-            .attribute(count)
-            .map_err(|e| Error::cuda(context.ordinal(), "cuDeviceGetAttribute", e))?;
         Ok(Self {
             stream: Arc::clone(stream),
-            functions: functions_of(context)?,
-            max_blocks: count.unsigned_abs() * BLOCKS_PER_MULTIPROCESSOR,
+            functions: functions_of(stream.context())?,
         })
     }
 
     /// The stream.
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
-    }
-
-    /// `to = from`, on the device, e.g. between a parameter and a bucket. Both have the same length.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if the lengths differ; [`Error::Cuda`] if the driver refuses.
-    pub fn copy<T: DeviceRepr>(
-        &self,
-        from: &CudaView<'_, T>,
-        to: &mut CudaViewMut<'_, T>,
-    ) -> Result<()> {
-        same_len("copy", to.len(), from.len())?;
-        if from.is_empty() {
-            return Ok(());
-        }
-        let copied = self.stream.memcpy_dtod(from, to);
-        copied.map_err(|e| self.error("cuMemcpyDtoDAsync", e))
     }
 
     /// Starts a kernel over `len` elements; nothing for 0.
@@ -97,7 +72,8 @@ impl Kernels {
         }
         let function = self.functions.get(kernel)?;
         let needed = len.div_ceil(WIDTH).div_ceil(THREADS as usize);
-        let blocks = needed.min(self.max_blocks as usize) as u32;
+        let resident = self.functions.num_multiprocessors() * BLOCKS_PER_MULTIPROCESSOR;
+        let blocks = needed.min(resident as usize) as u32;
         let config = LaunchConfig {
             grid_dim: (blocks, 1, 1),
             block_dim: (THREADS, 1, 1),
@@ -110,13 +86,10 @@ impl Kernels {
                 .arg(args)
                 .launch(config)
         };
+        let ordinal = self.stream.context().ordinal();
         launched
             .map(drop)
-            .map_err(|e| self.error("cuLaunchKernel", e))
-    }
-
-    fn error(&self, call: &'static str, error: DriverError) -> Error {
-        Error::cuda(self.stream.context().ordinal(), call, error)
+            .map_err(|e| Error::cuda(ordinal, "cuLaunchKernel", e))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The loops of a training step on NVIDIA GPUs: kernels in CUDA C, compiled at run time by NVRTC.
 //!
-//! [`Kernels`] belongs to a stream. Each method starts one kernel on it and returns at once; nothing is copied to the host. In
+//! [`Kernels`] belongs to a stream. Each method puts its work on it and returns at once; nothing is copied to the host. In
 //! the order of a training step:
 //!
 //! | method | host code | what it does |
@@ -9,10 +9,9 @@
 //! | [`convert`](Kernels::convert), [`add`](Kernels::add) | `precision::convert`, `add` | between dtypes; sums in f32, rounded once |
 //! | [`reduce`](Kernels::reduce), [`broadcast`](Kernels::broadcast) | `comm/reduce.rs` | buffers of several ranks on one device |
 //! | [`find_altered`](Kernels::find_altered), [`refresh_altered`](Kernels::refresh_altered) | `masters.rs` | 16-bit parameters against their masters |
-//! | [`find_non_finite`](Kernels::find_non_finite) | `step.rs` | NaN and infinity in reduced gradients |
+//! | [`find_non_finite`](Kernels::find_non_finite) | `mean_gradient.rs` | NaN and infinity in reduced gradients |
 //! | [`max_abs`](Kernels::max_abs), [`sum_of_squares`](Kernels::sum_of_squares) | `norm.rs` | the gradient norm |
 //! | [`adamw`](Kernels::adamw), [`sgd`](Kernels::sgd) | `optim/` | division, clipping, update and rounding in one pass |
-//! | [`copy`](Kernels::copy) | slices | between parameters and buckets |
 //!
 //! **Same bits.** Kernels compute each element by the operations of the host code, in its order; NVRTC is told to contract
 //! nothing and to round division and square root as IEEE 754 says. Sums over elements are integers. So the results are the
@@ -20,8 +19,8 @@
 //! them.)
 //!
 //! **Streams.** Candle's `Device::new_cuda` uses the stream of the calling thread, so a `Kernels` made from such a device must be
-//! used on the thread that uses the device. What another stream has written may be read: cudarc's slices carry events, and
-//! every launch waits for those of its arguments.
+//! used on the thread that uses the device. Whoever passes what another stream writes has let this one wait for it before:
+//! cudarc's slices carry events for that, but a device may be without them (`comm/exchange/cuda.rs` relies on its own).
 //!
 //! **Lengths** are `u64` throughout, and every kernel is a grid-stride loop, so buffers may be longer than 2^31.
 

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::args::{MAX_RANKS, ReduceArgs, op_code};
 use super::kernels::{Kernels, same_len};
 use super::sources::Kernel;
-use crate::buffer::Element;
+use crate::buffer::{Element, cuda_copy};
 use crate::comm::ReduceOp;
 use crate::error::{Error, Result};
 
@@ -89,7 +89,7 @@ impl Kernels {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such rank or lengths differ; [`Error::Cuda`] if the driver refuses.
-    pub fn broadcast<T: DeviceRepr>(
+    pub fn broadcast<T: Element>(
         &self,
         ranks: &mut [CudaViewMut<'_, T>],
         source: usize,
@@ -104,7 +104,7 @@ impl Kernels {
         };
         let from = from.as_view();
         for to in before.iter_mut().chain(after) {
-            self.copy(&from, to)?;
+            cuda_copy(self.stream(), &from, to)?;
         }
         Ok(())
     }

@@ -93,7 +93,7 @@ pub(super) fn copy_to<T: Element>(
 ) -> Result<()> {
     let mut out = buffer.cuda_mut()?.view_mut::<T>(at..at + range.len())?;
     with_cuda(tensor, |device, values| {
-        cuda_copy(device, &values.slice(range), &mut out)
+        cuda_copy(&device.cuda_stream(), &values.slice(range), &mut out)
     })
 }
 
@@ -108,7 +108,10 @@ pub(super) fn copy_from<T: Element>(
     with_cuda_mut::<T, _>(tensor, |device, mut values| {
         let mut own = values.slice_mut(range);
         match buffer.is_cuda() {
-            true => cuda_copy(device, &buffer.cuda()?.view(there)?, &mut own),
+            true => {
+                let from = buffer.cuda()?.view(there)?;
+                cuda_copy(&device.cuda_stream(), &from, &mut own)
+            }
             false => cuda_upload(device, &buffer.as_slice()?[there], &mut own),
         }
     })

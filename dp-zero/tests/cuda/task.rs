@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use dp_core::{
-    AdamW, EngineConfig, Error, Optimizer, ParamStore, Rank, Result, Sgd, StepReport, Trainer,
-    World,
+    AdamW, EngineConfig, Error, ParamStore, Rank, Result, Sgd, StepReport, Trainer, World,
 };
 use dp_models::{ByteTokens, Gpt, GptConfig};
 use dp_zero::Sharding;
+use dp_zero::config::ConfiguredOptimizer;
 
 use crate::harness::gpu_world;
 use crate::support::{AnyTrainer, caps};
@@ -99,23 +99,15 @@ impl Task {
             engine.report_loss = true;
             change(engine);
         };
-        let trainer: Box<dyn TrainerOfAny> = match self.sgd {
-            true => {
-                let sgd = Sgd {
-                    momentum: 0.9,
-                    weight_decay: 0.01,
-                    ..Sgd::new(0.05)
-                };
-                let trainer = AnyTrainer::with_settings(self.strategy, store, &rank, sgd, change)?;
-                Box::new(trainer)
-            }
-            false => {
-                let adamw = AdamW::with_lr(3e-3);
-                let trainer =
-                    AnyTrainer::with_settings(self.strategy, store, &rank, adamw, change)?;
-                Box::new(trainer)
-            }
+        let optimizer = match self.sgd {
+            true => ConfiguredOptimizer::Sgd(Sgd {
+                momentum: 0.9,
+                weight_decay: 0.01,
+                ..Sgd::new(0.05)
+            }),
+            false => ConfiguredOptimizer::AdamW(AdamW::with_lr(3e-3)),
         };
+        let trainer = AnyTrainer::with_settings(self.strategy, store, &rank, optimizer, change)?;
         Ok(Training {
             task: *self,
             rank,
@@ -127,62 +119,12 @@ impl Task {
     }
 }
 
-/// What tests call of a trainer, whatever its optimizer.
-pub trait TrainerOfAny {
-    fn step(&mut self, losses: Vec<Tensor>, clip: Option<f64>) -> Result<StepReport>;
-    fn any(&mut self) -> AnyOptimizer<'_>;
-}
-
-/// A trainer, by its optimizer.
-pub enum AnyOptimizer<'a> {
-    AdamW(&'a mut AnyTrainer<AdamW>),
-    Sgd(&'a mut AnyTrainer<Sgd>),
-}
-
-fn step<O: Optimizer>(
-    trainer: &mut AnyTrainer<O>,
-    losses: Vec<Tensor>,
-    clip: Option<f64>,
-) -> Result<StepReport> {
-    let mut window = trainer.accumulate(losses.len())?;
-    losses.iter().try_for_each(|loss| window.backward(loss))?;
-    window.finish()?;
-    if let Some(max_norm) = clip {
-        let norm = trainer.clip_grad_norm(max_norm)?;
-        if norm <= max_norm {
-            return Err(Error::invalid(
-                "clip",
-                format!("norm {norm} has no need of it"),
-            ));
-        }
-    }
-    trainer.step()
-}
-
-impl TrainerOfAny for AnyTrainer<AdamW> {
-    fn step(&mut self, losses: Vec<Tensor>, clip: Option<f64>) -> Result<StepReport> {
-        step(self, losses, clip)
-    }
-    fn any(&mut self) -> AnyOptimizer<'_> {
-        AnyOptimizer::AdamW(self)
-    }
-}
-
-impl TrainerOfAny for AnyTrainer<Sgd> {
-    fn step(&mut self, losses: Vec<Tensor>, clip: Option<f64>) -> Result<StepReport> {
-        step(self, losses, clip)
-    }
-    fn any(&mut self) -> AnyOptimizer<'_> {
-        AnyOptimizer::Sgd(self)
-    }
-}
-
 /// A rank with its model and trainer.
 pub struct Training {
     pub task: Task,
     pub rank: Rank,
     pub model: Gpt,
-    trainer: Box<dyn TrainerOfAny>,
+    trainer: AnyTrainer<ConfiguredOptimizer>,
     text: ByteTokens,
     context: usize,
 }
@@ -198,12 +140,25 @@ pub struct Outcome {
 }
 
 impl Training {
-    /// The trainer of a task that has AdamW.
-    pub fn trainer(&mut self) -> &mut AnyTrainer<AdamW> {
-        match self.trainer.any() {
-            AnyOptimizer::AdamW(trainer) => trainer,
-            AnyOptimizer::Sgd(_) => panic!("the task has SGD"),
+    pub fn trainer(&mut self) -> &mut AnyTrainer<ConfiguredOptimizer> {
+        &mut self.trainer
+    }
+
+    /// One step from these losses.
+    fn step(&mut self, losses: &[Tensor]) -> Result<StepReport> {
+        let mut window = self.trainer.accumulate(losses.len())?;
+        losses.iter().try_for_each(|loss| window.backward(loss))?;
+        window.finish()?;
+        if let Some(max_norm) = self.task.clip {
+            let norm = self.trainer.clip_grad_norm(max_norm)?;
+            if norm <= max_norm {
+                return Err(Error::invalid(
+                    "clip",
+                    format!("norm {norm} has no need of it"),
+                ));
+            }
         }
+        self.trainer.step()
     }
 
     /// The loss of this rank's part of the joined batch of `step`, which is the same for every number of ranks and
@@ -224,15 +179,11 @@ impl Training {
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
         for step in steps {
             let mine = (0..self.task.micro_batches).map(|i| self.loss(step, i));
-            let mine = mine.collect::<Result<_>>()?;
-            let report = self.trainer.step(mine, self.task.clip)?;
+            let report = self.step(&mine.collect::<Result<Vec<_>>>()?)?;
             losses.extend(report.loss);
             norms.extend(report.grad_norm);
         }
-        let store = match self.trainer.any() {
-            AnyOptimizer::AdamW(trainer) => trainer.store(),
-            AnyOptimizer::Sgd(trainer) => trainer.store(),
-        };
+        let store = self.trainer.store();
         let mut values = Vec::new();
         for param in store.params() {
             let mut own = vec![0.0; param.num_elements()];

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, anyhow, ensure};
 use candle_core::DType;
-use dp_core::{Devices, World};
+use dp_core::World;
 use dp_models::ModelConfig;
 use dp_zero::BatchSizes;
 
@@ -94,11 +94,7 @@ impl Job {
         let sizes = config.deepspeed.batch_sizes(world.world_size())?;
         let subject = Subject::of(&config)?;
         // Before the data is read: a text of any length may have to be tokenized.
-        match world.devices() {
-            Devices::Cpu => subject.check_memory(&config, &sizes)?,
-            // A GPU says itself when it is full.
-            _ => subject.check_limits(&sizes)?,
-        }
+        subject.check_memory(&config, &sizes, world.devices())?;
         let Subject {
             tokenizer,
             model,

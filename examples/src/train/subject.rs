@@ -1,7 +1,7 @@
 //! What is trained, as far as it is known before any data is read.
 
 use anyhow::{Context, anyhow, ensure};
-use dp_core::Optimizer;
+use dp_core::{Devices, Optimizer};
 use dp_models::ModelConfig;
 use dp_zero::BatchSizes;
 
@@ -54,7 +54,12 @@ impl Subject {
     ///
     /// # Errors
     /// Bytes needed and bytes there.
-    pub fn check_memory(&self, config: &TrainConfig, sizes: &BatchSizes) -> anyhow::Result<()> {
+    pub fn check_memory(
+        &self,
+        config: &TrainConfig,
+        sizes: &BatchSizes,
+        devices: &Devices,
+    ) -> anyhow::Result<()> {
         let deepspeed = &config.deepspeed;
         Demand {
             model: &self.model,
@@ -66,7 +71,7 @@ impl Subject {
             num_states: deepspeed.optimizer()?.state_names().len(),
             engine: &deepspeed.engine_config()?,
         }
-        .check()
+        .check(devices)
         .context("model, data.context, train_micro_batch_size_per_gpu, --ranks")
     }
 

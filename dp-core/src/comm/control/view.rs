@@ -76,12 +76,7 @@ impl View {
     /// The connection to rank 0 has broken.
     pub fn lost_rank_0(&self, why: &str) {
         let mut state = self.state.lock();
-        if state
-            .ended
-            .iter()
-            .enumerate()
-            .all(|(r, e)| e.is_some() || r == self.rank)
-        {
+        if state.all_ended_but(self.rank) {
             return; // The run has ended, and rank 0 has nothing more to say.
         }
         if state.ended[0].is_none() {

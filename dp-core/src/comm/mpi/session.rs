@@ -134,16 +134,11 @@ fn initialise(launched: &Launched, timeout: Duration) -> Result<Channel<Token>> 
         (world, (own as usize, size as usize))
     };
     if places != (rank, launched.world_size) {
-        let (variable, value) = launched.world_size_variable();
-        return Err(Error::Environment {
-            variable,
-            value,
-            message: format!(
-                "this process is rank {rank} by {}, but MPI says rank {} of {}; use the launcher of the MPI that the \
-                 program was built with (mpirun, or srun --mpi=pmix)",
-                launched.launcher, places.0, places.1
-            ),
-        });
+        return Err(launched.refused(format!(
+            "this process is rank {rank} by {}, but MPI says rank {} of {}; use the launcher of the MPI that the program was \
+             built with (mpirun, or srun --mpi=pmix)",
+            launched.launcher, places.0, places.1
+        )));
     }
 
     // A communicator of our own: messages of other users of MPI cannot be taken for ours.

@@ -5,55 +5,38 @@ use super::{Emulation, for_float_pairs, kernels_or_skip};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::mean_gradient::MeanGradient;
-use crate::optim::{AdamW, Optimizer, Sgd};
+use crate::optim::{AdamW, FusedOptimizer, Optimizer, Sgd};
 use crate::precision::{Trainable, narrow};
 
-/// An optimizer with a kernel.
-trait Fused: Optimizer {
-    /// # Safety
-    /// As `Emulation::launch`.
-    unsafe fn launch<G: Trainable, P: Trainable>(
-        &self,
-        kernels: &Emulation,
-        step: u64,
-        scale: f32,
-        flat: Flat,
-    );
-}
-
-impl Fused for AdamW {
-    unsafe fn launch<G: Trainable, P: Trainable>(
-        &self,
-        kernels: &Emulation,
-        step: u64,
-        scale: f32,
-        flat: Flat,
-    ) {
-        let factors = self.factors(step, scale);
-        let kernel = Kernel::of_pair("adamw", G::DTYPE, P::DTYPE);
-        // SAFETY: the caller's promise.
-        unsafe { kernels.launch(kernel, &AdamWArgs { flat, factors }) };
-    }
-}
-
-impl Fused for Sgd {
-    unsafe fn launch<G: Trainable, P: Trainable>(
-        &self,
-        kernels: &Emulation,
-        step: u64,
-        scale: f32,
-        flat: Flat,
-    ) {
-        let factors = self.factors(step, scale);
-        let kernel = Kernel::of_pair("sgd", G::DTYPE, P::DTYPE);
-        // SAFETY: the caller's promise.
-        unsafe { kernels.launch(kernel, &SgdArgs { flat, factors }) };
+/// One update by the optimizer's kernel.
+///
+/// # Safety
+/// As `Emulation::launch`.
+unsafe fn launch<G: Trainable, P: Trainable>(
+    kernels: &Emulation,
+    optimizer: &impl Optimizer,
+    step: u64,
+    scale: f32,
+    flat: Flat,
+) {
+    let of = |name| Kernel::of_pair(name, G::DTYPE, P::DTYPE);
+    match optimizer.fused().expect("an optimizer with a kernel") {
+        FusedOptimizer::AdamW(adamw) => {
+            let factors = adamw.factors(step, scale);
+            // SAFETY: the caller's promise.
+            unsafe { kernels.launch(of("adamw"), &AdamWArgs { flat, factors }) };
+        }
+        FusedOptimizer::Sgd(sgd) => {
+            let factors = sgd.factors(step, scale);
+            // SAFETY: the caller's promise.
+            unsafe { kernels.launch(of("sgd"), &SgdArgs { flat, factors }) };
+        }
     }
 }
 
 /// Three steps of `optimizer`, on the host and by the kernel. The first two have ordinary gradients; the last one has all
 /// that can go wrong, clipping and a divisor.
-fn three_steps<G: Trainable, P: Trainable>(optimizer: &impl Fused) -> Result<()> {
+fn three_steps<G: Trainable, P: Trainable>(optimizer: &impl Optimizer) -> Result<()> {
     let kernels = kernels_or_skip!();
     let is_16_bit = P::DTYPE.size_in_bytes() == 2;
     for (case, len) in LENGTHS.into_iter().enumerate() {
@@ -81,7 +64,7 @@ fn three_steps<G: Trainable, P: Trainable>(optimizer: &impl Fused) -> Result<()>
                 divisor,
             };
             // SAFETY: all slices have `len` elements.
-            unsafe { optimizer.launch::<G, P>(kernels, step, scale, flat) };
+            unsafe { launch::<G, P>(kernels, optimizer, step, scale, flat) };
 
             let buffer = Buffer::from_vec(grads);
             let gradient = MeanGradient::new(&buffer, 0..len, divisor);
@@ -170,7 +153,7 @@ fn segments_of_a_bucket() -> Result<()> {
             divisor: 1.0,
         };
         // SAFETY: the range is inside all slices.
-        unsafe { adamw.launch::<f32, f32>(kernels, 5, 1.0, flat) };
+        unsafe { launch::<f32, f32>(kernels, &adamw, 5, 1.0, flat) };
         let [a, b] = &mut state;
         let state = &mut [&mut a[range.clone()], &mut b[range.clone()]];
         adamw.update(

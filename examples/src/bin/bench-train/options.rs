@@ -119,6 +119,16 @@ pub enum Overlap {
     Off,
 }
 
+impl Overlap {
+    /// As the option has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+        }
+    }
+}
+
 /// Options that have been checked, and what they lead to.
 #[derive(Debug, Clone)]
 pub struct Job {
@@ -175,7 +185,7 @@ impl Options {
             None => BucketCaps::default(),
         };
         for variant in &variants {
-            let demand = Demand {
+            Demand {
                 model: &model.clone().into(),
                 dtype: DType::F32,
                 batch: self.batch / ranks,
@@ -184,13 +194,9 @@ impl Options {
                 strategies: &[variant.sharding],
                 num_states: optimizer.state_names().len(),
                 engine: &variant.engine(bucket_caps),
-            };
-            // It is about the host's memory. A GPU says itself when it is full.
-            if self.device == Devices::Cpu {
-                demand
-                    .check()
-                    .context("--ranks, --layers, --width, --batch, --context")?;
             }
+            .check(&self.device)
+            .context("--ranks, --layers, --width, --batch, --context")?;
         }
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),

@@ -207,10 +207,7 @@ impl Report {
                 &mut table,
                 [
                     row.strategy.to_string(),
-                    match row.overlap_comm {
-                        Overlap::On => "on".to_string(),
-                        Overlap::Off => "off".to_string(),
-                    },
+                    row.overlap_comm.name().to_string(),
                     row.communication_dtype.to_string(),
                     format!("{:.0}", row.tokens_per_second),
                     ms(row.step_ms),

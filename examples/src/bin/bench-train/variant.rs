@@ -54,10 +54,7 @@ impl Variant {
 
 impl fmt::Display for Variant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let overlap = match self.overlap_comm {
-            Overlap::On => "on",
-            Overlap::Off => "off",
-        };
+        let overlap = self.overlap_comm.name();
         let dtype = self.communication_dtype.as_str();
         write!(
             f,

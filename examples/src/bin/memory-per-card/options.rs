@@ -106,7 +106,7 @@ impl Options {
         if self.dtype == DType::F16 {
             engine.loss_scaling = LossScaling::dynamic();
         }
-        let demand = Demand {
+        Demand {
             model: &model.clone().into(),
             dtype: self.dtype,
             batch: self.batch,
@@ -115,13 +115,9 @@ impl Options {
             strategies: &self.strategies,
             num_states: AdamW::default().state_names().len(),
             engine: &engine,
-        };
-        // It is about the host's memory. A GPU says itself when it is full.
-        if self.device == Devices::Cpu {
-            demand
-                .check()
-                .context("--ranks, --layers, --width, --batch, --context")?;
         }
+        .check(&self.device)
+        .context("--ranks, --layers, --width, --batch, --context")?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
             None => (
