@@ -21,6 +21,9 @@ mpi=(timeout 120 mpirun --allow-run-as-root --oversubscribe)
 
 step() { printf '\n==> %s\n' "$*"; }
 
+step "clippy with the feature mpi"
+cargo clippy --workspace --all-targets --features dp-core/mpi -- -D warnings
+
 step "build with the feature mpi"
 programs=(quickstart existing-loop resume memory-per-card bench-collectives bench-train train-gpt finetune dp-launch)
 cargo build --release --workspace --features dp-core/mpi "${programs[@]/#/--bin=}"
