@@ -171,9 +171,24 @@ impl World {
     }
 
     /// What was chosen by [`with_devices`](Self::with_devices); the CPU unless it was called, also where ranks over
-    /// [`Backend::Nccl`] get a GPU each.
+    /// [`Backend::Nccl`] get a GPU each: [`is_on_gpus`](Self::is_on_gpus) knows of these.
     pub fn devices(&self) -> &Devices {
         &self.devices
+    }
+
+    /// True if ranks compute on GPUs: on those of [`with_devices`](Self::with_devices), or with one each over
+    /// [`Backend::Nccl`], as processes do in a build with the feature `nccl`.
+    pub fn is_on_gpus(&self) -> bool {
+        self.devices != Devices::Cpu || self.is_over_nccl()
+    }
+
+    fn is_over_nccl(&self) -> bool {
+        #[cfg(any(feature = "mpi", feature = "nccl"))]
+        if let Some(launched) = &self.launched {
+            let backend = self.backend.of_processes(launched);
+            return backend.is_ok_and(|backend| backend == Backend::Nccl);
+        }
+        self.backend == Backend::Nccl
     }
 
     /// Number of ranks.

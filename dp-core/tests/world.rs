@@ -215,6 +215,15 @@ fn launchers_of_several_processes_are_refused() {
 }
 
 #[test]
+fn a_world_says_whether_it_is_on_gpus() {
+    assert!(!world(2).is_on_gpus());
+    assert!(!world(2).with_backend(Backend::Naive).is_on_gpus());
+    assert!(world(2).with_devices(Devices::Cuda(vec![0])).is_on_gpus());
+    // Its ranks get GPUs by themselves.
+    assert!(world(2).with_backend(Backend::Nccl).is_on_gpus());
+}
+
+#[test]
 fn a_device_that_cannot_be_used_is_named_before_a_rank_runs() {
     let world = world(2).with_devices(Devices::Cuda(vec![9999]));
     let error = failing_ranks(world, |_| unreachable!("no rank has a device"));

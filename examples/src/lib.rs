@@ -1,6 +1,7 @@
 //! What several example programs share.
 
 pub mod checks;
+pub mod closed_pipe;
 pub mod html;
 pub mod line_chart;
 pub mod logging;

@@ -2,7 +2,7 @@
 
 use anyhow::{bail, ensure};
 use candle_core::DType;
-use dp_core::{Devices, EngineConfig, ParamShapes};
+use dp_core::{EngineConfig, ParamShapes, World};
 use dp_models::ModelConfig;
 use dp_zero::{Sharding, TrainerPlan};
 
@@ -43,9 +43,8 @@ impl Demand<'_> {
     ///
     /// # Errors
     /// Bytes needed and bytes there; a model that is too large for any machine.
-    pub fn check(&self, devices: &Devices) -> anyhow::Result<()> {
-        let on_cpu = *devices == Devices::Cpu;
-        match machine::memory().filter(|_| on_cpu) {
+    pub fn check(&self, world: &World) -> anyhow::Result<()> {
+        match machine::memory().filter(|_| !world.is_on_gpus()) {
             Some(available) => self.check_against(available),
             None => within_limits(self.model, self.batch, self.context),
         }

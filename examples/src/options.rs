@@ -8,6 +8,8 @@ use dp_core::{Devices, GradAccumDType, World};
 use dp_zero::Sharding;
 use serde::Serialize;
 
+use crate::closed_pipe;
+
 /// Above this no size in these programs is meant to be; products of sizes below it fit in 64 bits.
 pub const LARGEST: usize = 1 << 20;
 
@@ -130,6 +132,7 @@ pub fn exit_code<Job>(
     check: impl FnOnce() -> anyhow::Result<Job>,
     run: impl FnOnce(&Job) -> anyhow::Result<bool>,
 ) -> ExitCode {
+    closed_pipe::end_quietly();
     let failed = |error: anyhow::Error, code: u8| {
         eprintln!("error: {error:#}");
         ExitCode::from(code)

@@ -223,3 +223,34 @@ fn quickstart_and_existing_loop_check_themselves() -> Result<(), Box<dyn std::er
     }
     Ok(())
 }
+
+#[test]
+fn programs_end_quietly_when_their_reader_goes_away() -> Result<(), Box<dyn std::error::Error>> {
+    let out = tempfile::tempdir()?;
+    let out = out.path().to_str().ok_or("a path in UTF-8")?;
+    let small = [&SMALL[..], &["--ranks", "1", "--out", out]].concat();
+    let programs: [(&str, &[&str]); 4] = [
+        (MEMORY_PER_CARD, &small),
+        (env!("CARGO_BIN_EXE_plan"), &["--params", "7B"]),
+        // A rank's thread prints.
+        (env!("CARGO_BIN_EXE_quickstart"), &["--ranks", "2"]),
+        (
+            env!("CARGO_BIN_EXE_resume"),
+            &["--dir", out, "--steps", "50"],
+        ),
+    ];
+    for (program, arguments) in programs {
+        let (reader, writer) = std::io::pipe()?;
+        drop(reader);
+        let output = Command::new(program)
+            .args(arguments)
+            .env_remove("WORLD_SIZE")
+            .stdout(writer)
+            .output()?;
+        let message = String::from_utf8_lossy(&output.stderr);
+        // As a shell reports a program that SIGPIPE has ended.
+        assert_eq!(output.status.code(), Some(141), "{program}: {message}");
+        assert!(!message.contains("panicked"), "{program}: {message}");
+    }
+    Ok(())
+}

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{AdamW, Optimizer, VarBuilder, VarMap};
 use clap::Parser;
 use dp_core::{VarMapSync, World};
+use dp_examples::closed_pipe;
 
 #[derive(Parser)]
 struct Options {
@@ -20,6 +21,7 @@ const SAMPLES: usize = 240; // a multiple of 1 to 6 ranks
 const STEPS: usize = 1500;
 
 fn main() -> Result<()> {
+    closed_pipe::end_quietly();
     let ranks = usize::from(Options::parse().ranks);
     let world = World::from_env_or_threads(ranks)?;
     // Those of all ranks, as each rank of this process knows them.

@@ -8,7 +8,7 @@
 use candle_core::{DType, Module, Tensor};
 use clap::Parser;
 use dp_core::{AdamW, DistributedSampler, ParamStore, Remainder, Trainer, World, weighted_mean};
-use dp_examples::wines;
+use dp_examples::{closed_pipe, wines};
 use dp_models::{Activation, Mlp, MlpConfig};
 use dp_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
 
@@ -20,6 +20,7 @@ struct Options {
 }
 
 fn main() -> anyhow::Result<()> {
+    closed_pipe::end_quietly();
     let world = World::from_env_or_threads(usize::from(Options::parse().ranks))?;
     let ranks = world.world_size();
     world.run(|rank| {

@@ -14,7 +14,7 @@ use dp_core::{
     AdamW, DataPosition, DistributedSampler, EngineConfig, Error, LoadOptions, ParamStore, Rank,
     SaveOptions, World,
 };
-use dp_examples::wines;
+use dp_examples::{closed_pipe, wines};
 use dp_models::Dropout;
 use dp_zero::{Sharding, trainer};
 
@@ -58,6 +58,7 @@ impl From<Strategy> for Sharding {
 }
 
 fn main() -> anyhow::Result<()> {
+    closed_pipe::end_quietly();
     let options = Options::parse();
     let ranks = usize::from(options.ranks);
     World::from_env_or_threads(ranks)?.run(|rank| train(&options, &rank))

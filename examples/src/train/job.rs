@@ -94,7 +94,7 @@ impl Job {
         let sizes = config.deepspeed.batch_sizes(world.world_size())?;
         let subject = Subject::of(&config)?;
         // Before the data is read: a text of any length may have to be tokenized.
-        subject.check_memory(&config, &sizes, world.devices())?;
+        subject.check_memory(&config, &sizes, world)?;
         let Subject {
             tokenizer,
             model,

@@ -1,7 +1,7 @@
 //! What is trained, as far as it is known before any data is read.
 
 use anyhow::{Context, anyhow, ensure};
-use dp_core::{Devices, Optimizer};
+use dp_core::{Optimizer, World};
 use dp_models::ModelConfig;
 use dp_zero::BatchSizes;
 
@@ -58,7 +58,7 @@ impl Subject {
         &self,
         config: &TrainConfig,
         sizes: &BatchSizes,
-        devices: &Devices,
+        world: &World,
     ) -> anyhow::Result<()> {
         let deepspeed = &config.deepspeed;
         Demand {
@@ -71,7 +71,7 @@ impl Subject {
             num_states: deepspeed.optimizer()?.state_names().len(),
             engine: &deepspeed.engine_config()?,
         }
-        .check(devices)
+        .check(world)
         .context("model, data.context, train_micro_batch_size_per_gpu, --ranks")
     }
 

@@ -44,7 +44,7 @@ fn check() -> anyhow::Result<(World, Job)> {
     let world = World::from_env_or_threads(usize::from(options.ranks))?
         .with_threads_per_rank(options.threads)
         .with_devices(options.device.clone());
-    let job = options.into_job(world.world_size())?;
+    let job = options.into_job(&world)?;
     Ok((world, job))
 }
 

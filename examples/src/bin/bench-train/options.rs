@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use candle_core::{DType, Device};
 use clap::{Parser, ValueEnum};
-use dp_core::{AdamW, BucketCaps, Devices, Optimizer, ParamStore};
+use dp_core::{AdamW, BucketCaps, Devices, Optimizer, ParamStore, World};
 use dp_examples::memory_check::Demand;
 use dp_examples::options::{
     Head, devices, distinct, dtype, one_line, positive, strategy, writable,
@@ -145,7 +145,8 @@ pub struct Job {
 
 impl Options {
     /// Checks what the parser cannot see, and loads the files. The error is one line for the user.
-    pub fn into_job(self, ranks: usize) -> anyhow::Result<Job> {
+    pub fn into_job(self, world: &World) -> anyhow::Result<Job> {
+        let ranks = world.world_size();
         distinct(&self.strategies)?;
         let variants = Variant::all(&self)?;
         anyhow::ensure!(
@@ -195,7 +196,7 @@ impl Options {
                 num_states: optimizer.state_names().len(),
                 engine: &variant.engine(bucket_caps),
             }
-            .check(&self.device)
+            .check(world)
             .context("--ranks, --layers, --width, --batch, --context")?;
         }
         let (flag, text) = match &self.data {

@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use anyhow::ensure;
 use clap::{Parser, Subcommand};
 use dp_core::checkpoint::Checkpoint;
+use dp_examples::closed_pipe;
 
 mod report;
 
@@ -39,6 +40,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    closed_pipe::end_quietly();
     match run(Options::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::Device;
 use clap::Parser;
+use dp_examples::closed_pipe;
 
 use programs::Programs;
 use report::Report;
@@ -48,6 +49,7 @@ struct Options {
 const NO_GPU: u8 = 3;
 
 fn main() -> ExitCode {
+    closed_pipe::end_quietly();
     let options = Options::parse();
     let num_gpus = match count_gpus() {
         Ok(num) => num,

@@ -39,15 +39,22 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    exit_code(|| Options::parse().into_job(), run)
+    exit_code(check, |(world, job)| run(world, job))
 }
 
-/// Runs all strategies and writes the reports; true if all checks hold.
-fn run(job: &Job) -> anyhow::Result<bool> {
-    let options = &job.options;
+/// Everything that can be wrong before the first step.
+fn check() -> anyhow::Result<(World, Job)> {
+    let options = Options::parse();
     // Before the progress bar starts its thread: the World can then tell Candle how many threads a rank has.
     let world = World::from_env_or_threads(usize::from(options.ranks))?
         .with_devices(options.device.clone());
+    let job = options.into_job(&world)?;
+    Ok((world, job))
+}
+
+/// Runs all strategies and writes the reports; true if all checks hold.
+fn run(world: &World, job: &Job) -> anyhow::Result<bool> {
+    let options = &job.options;
     let progress = match world.is_main_process() {
         true => ProgressBar::new((options.strategies.len() * options.steps) as u64),
         false => ProgressBar::hidden(),
@@ -58,7 +65,7 @@ fn run(job: &Job) -> anyhow::Result<bool> {
     progress.enable_steady_tick(Duration::from_millis(200));
     let mut strategies = Vec::new();
     for sharding in &options.strategies {
-        let strategy = training::train(job, &world, *sharding, &progress)
+        let strategy = training::train(job, world, *sharding, &progress)
             .with_context(|| format!("strategy {}", sharding.name()))?;
         if world.is_main_process() {
             progress.suspend(|| println!("{}", table::summary(&strategy)));

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use anyhow::Context;
 use candle_core::DType;
 use clap::Parser;
-use dp_core::{AdamW, BucketCaps, Devices, EngineConfig, GradAccumDType, LossScaling, Optimizer};
+use dp_core::{
+    AdamW, BucketCaps, Devices, EngineConfig, GradAccumDType, LossScaling, Optimizer, World,
+};
 use dp_examples::memory_check::Demand;
 use dp_examples::options::{
     devices, distinct, dtype, grad_accum_dtype, one_line, positive, strategy, writable,
@@ -81,7 +83,7 @@ pub struct Job {
 
 impl Options {
     /// Checks what the parser cannot see, and loads the text. The error is one line for the user.
-    pub fn into_job(self) -> anyhow::Result<Job> {
+    pub fn into_job(self, world: &World) -> anyhow::Result<Job> {
         distinct(&self.strategies)?;
         anyhow::ensure!(
             self.lr.is_finite() && self.lr >= 0.0,
@@ -111,12 +113,12 @@ impl Options {
             dtype: self.dtype,
             batch: self.batch,
             context: self.context,
-            ranks: usize::from(self.ranks),
+            ranks: world.world_size(),
             strategies: &self.strategies,
             num_states: AdamW::default().state_names().len(),
             engine: &engine,
         }
-        .check(&self.device)
+        .check(world)
         .context("--ranks, --layers, --width, --batch, --context")?;
         let (flag, text) = match &self.data {
             Some(path) => ("--data", ByteTokens::from_file(path)),
