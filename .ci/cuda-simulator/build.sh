@@ -36,13 +36,15 @@ library() {
     if [[ -e $output && -z $(find "$here/$folder" "$here"/*.{h,py,sh} "$cudarc/src/$bindings" -newer "$output" 2>/dev/null) ]]; then
         return
     fi
-    local stubs=$dir/objects/$folder-stubs.c objects=() source object
+    local stubs=$dir/objects/$folder-stubs.c objects=() source object fast=()
+    # Most of the time of a model goes there.
+    [[ $folder != cublas ]] || fast=(-O3 -march=native)
     python3 "$here/stubs.py" "$cudarc/src/$bindings" "$feature" "$code" >"$stubs"
     "${CC:-cc}" -O1 -fPIC -c "$stubs" -o "$stubs.o"
     for source in "$here/$folder"/*.cpp; do
         [[ -e $source ]] || continue
         object=$dir/objects/$folder-$(basename "$source").o
-        "${CXX:-c++}" "${flags[@]}" -c "$source" -o "$object"
+        "${CXX:-c++}" "${flags[@]}" ${fast[@]+"${fast[@]}"} -c "$source" -o "$object"
         objects+=("$object")
     done
     "${CXX:-c++}" -shared -pthread "-Wl,-soname,$soname" -o "$output.new" "${objects[@]}" "$stubs.o" "$@" '-Wl,-rpath,$ORIGIN' -ldl
