@@ -20,6 +20,12 @@ import json, os, sys
 packages = json.load(sys.stdin)["packages"]
 print(next(os.path.dirname(p["manifest_path"]) for p in packages if p["name"] == "cudarc"))')
 
+# For the compilers: NVIDIA's headers and ours in one folder.
+mkdir -p "$dir/include"
+cp -a --update "$include/." "$dir/include/"
+cp --update "$here/kernels.h" "$dir/include/kernels.h"
+cp --update "$here/nvcc" "$dir/bin/nvcc"
+
 flags=(-std=c++17 -O2 -fPIC -pthread -Wall -Wextra -Werror -fvisibility=default "-I$include")
 
 # library FOLDER SONAME BINDINGS FEATURE CODE [LIBRARIES...]: lib/SONAME of the C++ sources in FOLDER, and of stubs for the rest.
@@ -53,4 +59,4 @@ library cublas libcublas.so.13 cublas/sys/mod.rs cuda-13000 15 "$cuda"
 library cublaslt libcublasLt.so.13 cublaslt/sys/mod.rs cuda-13000 15 "$cuda"
 library curand libcurand.so.10 curand/sys/mod.rs cuda-13000 999 "$cuda"
 library cudart libcudart.so.13 runtime/sys/mod.rs cuda-13000 801 "$cuda"
-library nccl libnccl.so.2 nccl/sys/mod.rs nccl-02028 5 "$cuda"
+library nccl libnccl.so.2 nccl/sys/mod.rs nccl-02030 5 "$cuda"

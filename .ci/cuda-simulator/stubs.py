@@ -3,7 +3,7 @@
 
     stubs.py BINDINGS FEATURE CODE > stubs.c
 
-BINDINGS is a file of cudarc's `sys` modules, FEATURE the version it is built for (such as cuda-13000, or nccl-02028), CODE the
+BINDINGS is a file of cudarc's `sys` modules, FEATURE the version it is built for (such as cuda-13000, or nccl-02030), CODE the
 library's status for "not supported". Each function is weak, so that one defined elsewhere takes its place; called, it names itself on
 stderr and returns CODE.
 """
