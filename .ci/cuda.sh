@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The features `cuda` and `nccl`, as far as a machine without a GPU can check them: the code is checked by clippy, the kernels are
-# compiled by NVRTC. What runs needs a GPU: .ci/gpu-check.sh.
+# The features `cuda` and `nccl` on a machine without a GPU: clippy looks at the code, NVIDIA's NVRTC compiles the kernels, and the tests
+# run on the CUDA simulator (.ci/cuda-simulator/README.md). On a GPU: .ci/gpu-check.sh.
 # .ci/run calls it; by itself, run it from anywhere.
 
 set -euo pipefail
@@ -9,15 +9,8 @@ target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 
 step() { printf '\n==> %s\n' "$*"; }
 
-settings=$(.ci/cuda-env.sh "$target/cuda/toolkit")
-
-step "clippy with the features cuda and nccl"
-(
-    eval "$settings"
-    # Of its own, see cuda-env.sh.
-    export CARGO_TARGET_DIR=$target/cuda
-    cargo clippy --workspace --all-targets --features cuda,nccl -- -D warnings
-)
+step "the CUDA simulator"
+settings=$(.ci/cuda-env.sh "$target/cuda")
 
 step "NVRTC compiles every kernel"
 output=$(CUDA_HOME="$target/cuda/toolkit" cargo test --workspace --lib -- --nocapture cuda::tests::nvrtc 2>&1) ||
@@ -29,3 +22,7 @@ if grep -q skipped <<<"$output" || ! grep -qE 'cuda::tests::nvrtc::.*\bok$' <<<"
     echo "no kernel was compiled" >&2
     exit 1
 fi
+
+eval "$settings"
+step "clippy with the features cuda and nccl"
+cargo clippy --workspace --all-targets --features cuda,nccl -- -D warnings

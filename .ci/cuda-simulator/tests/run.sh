@@ -15,6 +15,6 @@ export LD_LIBRARY_PATH=$dir/lib CUDA_SIMULATOR_DEVICES=4
 for source in "$here"/*.cpp; do
     name=$(basename "$source" .cpp)
     "${CXX:-c++}" -std=c++17 -O1 -pthread -Wall -Wextra -Werror "-I$1" "$source" -o "$dir/tests/$name" \
-        "-L$dir/lib" -lcublas -lcurand -lnccl -lcuda
+        "-L$dir/lib" -lcublas -lcurand -lnccl -lnvrtc -lcuda
     timeout 120 "$dir/tests/$name"
 done
