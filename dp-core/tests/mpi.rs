@@ -8,6 +8,7 @@
 //! mpi fail late                        # rank 1 does not come to the run at all
 //! ```
 
+mod contract;
 // They have tests of their own, which need the harness that this program has not.
 #[allow(dead_code, unused_imports)]
 mod oracle;
@@ -16,14 +17,14 @@ mod support;
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use candle_nn::Module;
-use dp_core::comm::{Collective, Pending, Request};
+use dp_core::comm::{Collective, Request};
 use dp_core::{
-    AdamW, Buffer, Communicator, DistributedDataParallel, Error, Ledger, ParamStore, Rank,
-    ReduceOp, Result, Trainer, World, memory::Category,
+    AdamW, Buffer, DistributedDataParallel, Error, ParamStore, Rank, ReduceOp, Result, Trainer,
+    World,
 };
 use half::{bf16, f16};
 use oracle::{Sample, everything, mixture};
@@ -140,20 +141,9 @@ fn matmul(layer: &candle_nn::Linear, x: &Tensor) -> Result<Tensor> {
 fn contract() -> Result<()> {
     let world = world(1)?;
     world.run(|rank| {
-        let (comm, r, n) = (rank.comm(), rank.rank(), rank.world_size());
+        let (comm, r) = (rank.comm(), rank.rank());
         assert_eq!(world.ranks_here(), r..r + 1, "this is to be run over MPI");
-        many_in_flight_waited_for_in_reverse(comm.as_ref())?;
-        dropped_collectives_serve_the_others_and_free_their_buffers(comm.as_ref())?;
-        progress_finishes_collectives_without_wait(comm.as_ref())?;
-        impossible_requests_name_what_is_wrong(comm.as_ref())?;
-        // More than one message of a kind between two ranks, and a buffer that comes back as it was.
-        let buffer = Buffer::from_vec(vec![1.0f32; 1_000_003]);
-        let before = buffer.as_slice::<f32>()?.as_ptr();
-        let sum = comm.all_reduce(buffer, ReduceOp::Sum)?.wait()?;
-        assert_eq!(sum.as_slice::<f32>()?.as_ptr(), before);
-        assert!(sum.as_slice::<f32>()?.iter().all(|x| *x == n as f32));
-        let words: Vec<Vec<u8>> = comm.all_gather_bytes(&vec![r as u8; r], "words")?;
-        assert_eq!(words, (0..n).map(|r| vec![r as u8; r]).collect::<Vec<_>>());
+        contract::holds(comm.as_ref())?;
         Ok::<_, Error>(())
     })?;
     // One run after the other, the first rank being late in each.
@@ -176,71 +166,6 @@ fn contract() -> Result<()> {
         println!("contract holds");
     }
     Ok(())
-}
-
-fn many_in_flight_waited_for_in_reverse(comm: &dyn Communicator) -> Result<()> {
-    let start = |i: usize| -> Result<Pending> {
-        let mine = vec![(comm.rank() * i) as f32; 1 + i * 50_000];
-        comm.all_reduce(Buffer::from_vec(mine), ReduceOp::Sum)
-    };
-    let mut pending = (0..12).map(start).collect::<Result<Vec<_>>>()?;
-    let ranks: usize = (0..comm.world_size()).sum();
-    while let Some(p) = pending.pop() {
-        let i = pending.len();
-        let sum = p.wait()?.into_vec::<f32>()?;
-        assert_eq!(sum, vec![(ranks * i) as f32; 1 + i * 50_000]);
-    }
-    Ok(())
-}
-
-fn dropped_collectives_serve_the_others_and_free_their_buffers(
-    comm: &dyn Communicator,
-) -> Result<()> {
-    let (ledger, n) = (Ledger::new(), comm.world_size());
-    for round in 0..20 {
-        let mine = Buffer::reserved(DType::U8, 10_000, &ledger, Category::Communication)?;
-        let pending = comm.all_reduce(mine, ReduceOp::Sum)?;
-        if comm.rank() == round % n {
-            drop(pending);
-        } else {
-            pending.wait()?;
-        }
-    }
-    // Done on all ranks when all have come to the end of it.
-    let start = Instant::now();
-    while ledger.current().communication > 0 {
-        assert!(
-            start.elapsed() < Duration::from_secs(5),
-            "{:?}",
-            ledger.current()
-        );
-        comm.progress();
-    }
-    comm.barrier()
-}
-
-fn progress_finishes_collectives_without_wait(comm: &dyn Communicator) -> Result<()> {
-    let pending = comm.all_reduce(Buffer::from_vec(vec![1.0f32; 300_000]), ReduceOp::Mean)?;
-    let start = Instant::now();
-    while !pending.is_done() {
-        assert!(start.elapsed() < Duration::from_secs(20), "no progress");
-        comm.progress();
-    }
-    assert_eq!(pending.wait()?.as_slice::<f32>()?[299_999], 1.0);
-    Ok(())
-}
-
-fn impossible_requests_name_what_is_wrong(comm: &dyn Communicator) -> Result<()> {
-    let n = comm.world_size();
-    let ints = Buffer::from_vec(vec![1i64; 4]);
-    expect_error(
-        comm.all_reduce(ints, ReduceOp::Mean),
-        &["average of integers"],
-    );
-    let odd = Buffer::from_vec(vec![1f32; n + 1]);
-    expect_error(comm.all_gather(odd), &["multiple of the"]);
-    // Neither has used up a place in the sequence.
-    comm.barrier()
 }
 
 /// Ten collectives, of which rank 1 spoils the fifth. Prints what `World::run` says.

@@ -6,7 +6,7 @@ use dp_zero::Sharding;
 
 use crate::harness::Test;
 use crate::support::{STRATEGIES, same_on_all};
-use crate::task::Task;
+use crate::task::{Place, Task};
 
 pub const TESTS: &[Test] = &[
     ("checkpoints: CPU to GPU and back", round_trip),
@@ -24,7 +24,7 @@ fn round_trip() {
     for dtype in [DType::F32, DType::BF16] {
         let (_guard, run) = folder();
         let on_cpu = Task {
-            gpu: false,
+            place: Place::Cpu,
             strategy: Sharding::Zero2,
             dtype,
             ..Task::on_gpu(2)
@@ -105,9 +105,9 @@ fn weights() {
         training.trainer().export_safetensors(&to)?;
         Ok(outcome.sha256)
     }));
-    for gpu in [false, true] {
+    for place in [Place::Cpu, Place::SharedGpu] {
         let from = file.clone();
-        let task = Task { gpu, ..task };
+        let task = Task { place, ..task };
         let loaded = task.run(move |training| {
             let trainer = training.trainer();
             trainer.import_safetensors(&from, &LoadOptions::new())?;
@@ -115,6 +115,6 @@ fn weights() {
             training.steps(2..3)?;
             Ok(loaded)
         });
-        assert_eq!(same_on_all(loaded), saved, "gpu: {gpu}");
+        assert_eq!(same_on_all(loaded), saved, "{place:?}");
     }
 }

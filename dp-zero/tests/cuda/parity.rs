@@ -5,7 +5,7 @@ use dp_zero::Sharding;
 
 use crate::harness::Test;
 use crate::support::{STRATEGIES, same_on_all};
-use crate::task::{Outcome, Task};
+use crate::task::{Outcome, Place, Task};
 
 pub const TESTS: &[Test] = &[
     ("parity: strategies agree to the bit in f32", || {
@@ -22,7 +22,7 @@ pub const TESTS: &[Test] = &[
     ("parity: ranks and micro-batches are one batch", one_batch),
 ];
 
-fn outcome(task: Task) -> Outcome {
+pub fn outcome(task: Task) -> Outcome {
     same_on_all(task.run(|training| training.steps(0..5)))
 }
 
@@ -63,7 +63,7 @@ fn repeated() {
 }
 
 #[track_caller]
-fn assert_close(got: &Outcome, expected: &Outcome, tolerance: f64, what: Task) {
+pub fn assert_close(got: &Outcome, expected: &Outcome, tolerance: f64, what: Task) {
     let pairs = got.losses.iter().zip(&expected.losses);
     for (a, b) in pairs.chain(got.norms.iter().zip(&expected.norms)) {
         let difference = (a - b).abs() / b.abs();
@@ -91,7 +91,10 @@ fn close_to_the_cpu() {
                     sgd: true,
                     ..Task::on_gpu(2)
                 };
-                let expected = outcome(Task { gpu: false, ..task });
+                let expected = outcome(Task {
+                    place: Place::Cpu,
+                    ..task
+                });
                 assert_close(&outcome(task), &expected, tolerance, task);
             }
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use dp_core::{
-    AdamW, EngineConfig, Error, ParamStore, Rank, Result, Sgd, StepReport, Trainer, World,
+    AdamW, Backend, EngineConfig, Error, ParamStore, Rank, Result, Sgd, StepReport, Trainer, World,
 };
 use dp_models::{ByteTokens, Gpt, GptConfig};
 use dp_zero::Sharding;
@@ -19,10 +19,20 @@ const HANG: Duration = Duration::from_secs(120);
 
 const TEXT: &[u8] = include_bytes!("../../../LICENSE-APACHE");
 
+/// Where ranks compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Cpu,
+    /// All ranks on the first one.
+    SharedGpu,
+    /// A GPU for each rank, and NCCL between them.
+    OwnGpus,
+}
+
 /// How to train.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Task {
-    pub gpu: bool,
+    pub place: Place,
     pub world_size: usize,
     pub strategy: Sharding,
     pub dtype: DType,
@@ -34,10 +44,10 @@ pub struct Task {
 }
 
 impl Task {
-    /// Plain data parallelism in f32 on GPU ranks.
+    /// Plain data parallelism in f32 on ranks that share a GPU.
     pub fn on_gpu(world_size: usize) -> Self {
         Self {
-            gpu: true,
+            place: Place::SharedGpu,
             world_size,
             strategy: Sharding::Ddp,
             dtype: DType::F32,
@@ -48,11 +58,13 @@ impl Task {
     }
 
     pub fn world(&self) -> World {
-        match self.gpu {
-            true => gpu_world(self.world_size),
-            false => World::threads(self.world_size)
-                .expect("a positive world size")
-                .with_threads_per_rank(1),
+        let threads = World::threads(self.world_size)
+            .expect("a positive world size")
+            .with_threads_per_rank(1);
+        match self.place {
+            Place::Cpu => threads,
+            Place::SharedGpu => gpu_world(self.world_size),
+            Place::OwnGpus => threads.with_backend(Backend::Nccl),
         }
     }
 
