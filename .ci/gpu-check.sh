@@ -25,6 +25,7 @@ import json, shutil, sys
 
 messages, folder = sys.argv[1:]
 wanted = {("dp-core", "cuda"): "dp-core-cuda", ("dp-zero", "cuda"): "dp-zero-cuda", ("dp-core", "nccl"): "dp-core-nccl"}
+wanted |= {("dp-zero", "nccl"): "dp-zero-nccl"}
 wanted |= {("examples", name): name for name in ("gpu-check", "memory-per-card", "bench-train")}
 for line in open(messages):
     message = json.loads(line)

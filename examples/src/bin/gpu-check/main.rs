@@ -87,7 +87,9 @@ fn check(options: &Options, num_gpus: usize) -> anyhow::Result<bool> {
         report.add(programs.run(&format!("tests {tests}"), tests, &[]));
     }
     if cfg!(feature = "nccl") {
-        report.add(programs.run("tests of NCCL", "dp-core-nccl", &[]));
+        for tests in ["dp-core-nccl", "dp-zero-nccl"] {
+            report.add(programs.run(&format!("tests {tests}"), tests, &[]));
+        }
     }
     for ranks in ["2", "4"] {
         let out = options.out.join(format!("memory-per-card-{ranks}"));
