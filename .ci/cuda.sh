@@ -26,3 +26,11 @@ fi
 eval "$settings"
 step "clippy with the features cuda and nccl"
 cargo clippy --workspace --all-targets --features cuda,nccl -- -D warnings
+
+step "tests of the simulator"
+.ci/cuda-simulator/tests/run.sh "$target/cuda/toolkit/include" "$target/cuda/simulator"
+
+step "tests with the features cuda and nccl, on the simulator"
+# Programs that share a GPU are there to be late: the second time, each piece of work on a stream begins late.
+cargo test --workspace --features cuda,nccl --lib --test cuda --test nccl
+CUDA_SIMULATOR_DELAY_US=100 cargo test --workspace --features cuda,nccl --test cuda

@@ -56,7 +56,16 @@ std::string decode_base64(const char *text) {
     return bytes;
 }
 
-void *load(const std::string &bytes) {
+// A library is loaded once, however many modules are made of it: one has no state but shared memory.
+void *load(const std::string &text) {
+    static std::mutex mutex;
+    static auto *known = new std::map<std::string, void *>;
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = known->find(text);
+    if (found != known->end()) {
+        return found->second;
+    }
+    const std::string bytes = decode_base64(text.c_str());
     const int file = memfd_create("kernels", MFD_CLOEXEC);
     if (file < 0 || write(file, bytes.data(), bytes.size()) != (ssize_t)bytes.size()) {
         warn("cuModuleLoadData: no memory for a file of %zu bytes", bytes.size());
@@ -68,8 +77,8 @@ void *load(const std::string &bytes) {
     if (!library) {
         warn("cuModuleLoadData: %s", dlerror());
     }
-    // Not closed: the next library would get the same path, by which the loader knows libraries.
-    return library;
+    // The file stays open: the next library would get the same path, by which the loader knows libraries.
+    return (*known)[text] = library;
 }
 
 } // namespace
@@ -89,7 +98,7 @@ CUresult cuModuleLoadData(CUmodule *handle, const void *image) {
     module->device = context->device;
     module->library = nullptr;
     if (strncmp(text, HEADER, strlen(HEADER)) == 0) {
-        module->library = load(decode_base64(text + strlen(HEADER)));
+        module->library = load(text + strlen(HEADER));
         if (!module->library) {
             return CUDA_ERROR_INVALID_IMAGE;
         }
