@@ -78,8 +78,10 @@ fn impossible_requests_name_what_is_wrong(comm: &dyn Communicator) -> Result<()>
         comm.all_reduce(ints, ReduceOp::Mean),
         &["average of integers"],
     );
-    let odd = Buffer::from_vec(vec![1f32; n + 1]);
-    expect_error(comm.all_gather(odd), &["multiple of the"]);
+    if n > 1 {
+        let odd = Buffer::from_vec(vec![1f32; n + 1]);
+        expect_error(comm.all_gather(odd), &["multiple of the"]);
+    }
     // Neither has used up a place in the sequence.
     comm.barrier()
 }

@@ -52,10 +52,11 @@ fn ranks(n: usize, arguments: &[&str], more: &[(&str, &str)], longest: Duration)
 }
 
 fn finish(mut child: Child, end: Instant) -> Ended {
-    let mut status = None;
+    let look = |child: &mut Child| child.try_wait().expect("a child of this process");
+    let mut status = look(&mut child);
     while status.is_none() && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
-        status = child.try_wait().expect("a child of this process");
+        status = look(&mut child);
     }
     // One that is stopped is there for ever.
     let _ = child.kill();

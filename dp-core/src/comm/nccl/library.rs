@@ -217,13 +217,19 @@ impl Library {
         self.handle.lock().is_none()
     }
 
+    /// # Errors
+    /// [`Error::Misuse`] once it is aborted.
+    pub fn check_open(&self) -> Result<()> {
+        match self.is_aborted() {
+            true => Err(ended()),
+            false => Ok(()),
+        }
+    }
+
     fn with<R>(&self, f: impl FnOnce(sys::ncclComm_t) -> Result<R>) -> Result<R> {
         match self.handle.lock().as_ref() {
             Some(handle) => f(handle.load(Ordering::Acquire)),
-            None => Err(Error::misuse(
-                "a collective",
-                "the group has failed or its run has ended; call collectives in the closure of the World only",
-            )),
+            None => Err(ended()),
         }
     }
 }
@@ -232,6 +238,13 @@ impl Drop for Library {
     fn drop(&mut self) {
         self.abort();
     }
+}
+
+fn ended() -> Error {
+    Error::misuse(
+        "a collective",
+        "the group has failed or its run has ended; call collectives in the closure of the World only",
+    )
 }
 
 /// NCCL's defaults but for `blocking`.

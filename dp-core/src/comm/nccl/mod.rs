@@ -188,6 +188,10 @@ impl Communicator for NcclComm {
         request.validate(dtype, len, self.world_size())?;
         self.0.traffic.called(request.collective);
         let operation = request.describe(dtype, len);
+        // In this order: a failure has its own words.
+        self.0.control.check_open(&operation)?;
+        // Also for a barrier, which NCCL has no part in.
+        self.0.library.check_open()?;
         let seq = self.0.control.join(&operation)?;
         let state = if len == 0 || request.collective == Collective::Barrier {
             State::Nothing(buffer)

@@ -66,10 +66,21 @@ impl NcclGroup {
             let message = format!("rank 0 has sent {} bytes as NCCL's unique id", id.len());
             Error::invalid("control message", message)
         })?;
-        streams.bind()?;
-        let library = Library::begin(launched.rank, launched.world_size, &id)?;
+        let begun = streams
+            .bind()
+            .and_then(|()| Library::begin(launched.rank, launched.world_size, &id));
+        // The others hear why, and not only that a connection is gone.
+        let tell = |control: &Control, error: &Error| {
+            control.leave(Some(RemoteFailure {
+                is_panic: false,
+                message: error.to_string(),
+                consequence: control.was_told(),
+            }));
+        };
+        let library = begun.inspect_err(|e| tell(&control, e))?;
         let rank = NcclRank::new(control, library, streams, patience);
-        rank.wait_for_library(Instant::now())?;
+        let connected = rank.wait_for_library(Instant::now());
+        connected.inspect_err(|e| tell(&rank.control, e))?;
         Ok(Arc::new(Self(Arc::new(rank))))
     }
 
