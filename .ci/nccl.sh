@@ -26,7 +26,7 @@ step "tests of NCCL"
 cargo test "${features[@]}" --test nccl
 
 step "the same, where everything on a device begins late: what does not wait for an event shows"
-CUDA_SIMULATOR_DELAY_US=300 cargo test "${features[@]}" --test nccl -- threads strategies
+CUDA_SIMULATOR_DELAY_US=300 cargo test "${features[@]}" --test nccl -- threads batch
 
 step "programs: processes with a GPU each, started by dp-launch"
 cargo build "${features[@]}" --bin dp-launch --bin quickstart --bin existing-loop --bin resume --bin memory-per-card --bin train-gpt
@@ -47,15 +47,32 @@ for ranks in 2 4; do
     logged "$target/debug/memory-per-card" --device cuda --ranks "$ranks" "${small[@]}" --out "$scratch/shared-$ranks"
 done
 
-train=("$target/debug/train-gpt" --config examples/configs/gpt-bytes.json --set "run.out=$scratch/gpt" --set run.steps=6 --set run.save_every=3)
-logged "${launch[@]}" -n 2 "${train[@]}"
-test -s "$scratch/gpt/model.safetensors"
-logged "${train[@]}" --set "run.out=$scratch/gpt-shared" --device cuda
+train=("$target/debug/train-gpt" --config examples/configs/gpt-bytes.json)
+tiny=(--set run.steps=24 --set run.save_every=12 --set run.eval_every=12 --set run.sample.tokens=8 --set train_batch_size=4
+    --set model.context=16 --set model.width=16 --set model.layers=1)
+logged "${launch[@]}" -n 2 "${train[@]}" "${tiny[@]}" --set "run.out=$scratch/gpt"
+sed -n 's/^\[rank 0\] \(24 steps done.*\)/\1/p' "$scratch/log" >"$scratch/own.end"
+logged "${train[@]}" "${tiny[@]}" --set "run.out=$scratch/gpt-shared" --device cuda
+# Two numbers have one sum, whoever adds them.
+tail -1 "$scratch/log" | diff "$scratch/own.end" -
+cat "$scratch/own.end"
 
-step "a rank that fails ends the job"
-code=0
-"${launch[@]}" -n 5 "$target/debug/quickstart" >"$scratch/out" 2>&1 || code=$?
-grep -F "this process sees 4 GPUs, so there is none for it" "$scratch/out"
-[[ $code -eq 1 ]]
+# expect_failure TEXT COMMAND... : it must fail, and say so.
+expect_failure() {
+    local text=$1 code=0
+    shift
+    "$@" >"$scratch/out" 2>&1 || code=$?
+    if [[ $code -eq 0 || $code -eq 124 ]] || ! grep -qF -- "$text" "$scratch/out"; then
+        cat "$scratch/out"
+        echo "expected a failure with: $text; got code $code" >&2
+        return 1
+    fi
+    printf 'code %s: %s\n' "$code" "$text"
+}
+
+step "what cannot be: a GPU too few, and a model that the GPUs do not hold, whatever the host does"
+expect_failure "this process sees 4 GPUs, so there is none for it" "${launch[@]}" -n 5 "$target/debug/quickstart"
+CUDA_SIMULATOR_MEMORY_MIB=64 expect_failure "CUDA_ERROR_OUT_OF_MEMORY" "${launch[@]}" -n 2 "${train[@]}" --set "run.out=$scratch/huge" \
+    --set model.width=4096 --set model.heads=32 --set model.layers=60
 
 printf '\nNCCL checks passed in %s s.\n' "$SECONDS"

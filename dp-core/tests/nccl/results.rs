@@ -117,7 +117,7 @@ fn kinds(n: usize, is_float: bool) -> Vec<Collective> {
 /// Every collective on buffers of the host.
 fn collectives<T: Sample>(rank: &Rank) -> Result<()> {
     let (comm, me, n) = (rank.comm(), rank.rank(), rank.world_size());
-    for len in [0, n, 60 * n, 100_000 * n] {
+    for len in [0, n, 60 * n, 30_000 * n] {
         for collective in kinds(n, T::EPSILON > 0.0) {
             let mine: Vec<T> = (0..len).map(|i| T::of(value(me, i))).collect();
             let request = Request::new(collective, "host");
@@ -164,7 +164,7 @@ fn on_the_gpu(rank: &Rank, dtype: DType) -> Result<()> {
         DType::BF16 => <bf16 as Sample>::EPSILON,
         _ => <f32 as Sample>::EPSILON,
     };
-    for len in [n, 1000 * n, 500_000 * n] {
+    for len in [n, 1000 * n, 100_000 * n] {
         let mine: Vec<f32> = (0..len).map(|i| value(me, i) as f32).collect();
         for collective in kinds(n, true) {
             let buffer = on_gpu(rank, &mine, dtype)?;
