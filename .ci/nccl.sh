@@ -26,7 +26,7 @@ step "tests of NCCL"
 cargo test "${features[@]}" --test nccl
 
 step "the same, where everything on a device begins late: what does not wait for an event shows"
-CUDA_SIMULATOR_DELAY_US=300 cargo test "${features[@]}" --test nccl -- threads batch
+CUDA_SIMULATOR_DELAY_US=300 cargo test "${features[@]}" --test nccl -- threads:
 
 step "programs: processes with a GPU each, started by dp-launch"
 cargo build "${features[@]}" --bin dp-launch --bin quickstart --bin existing-loop --bin resume --bin memory-per-card --bin train-gpt

@@ -22,6 +22,6 @@ pub fn end_quietly() {
 
 /// `print!` and its kin have no other way to tell.
 fn is_closed_pipe(panic: &PanicHookInfo) -> bool {
-    let text = panic.payload_as_str().unwrap_or_default();
-    text.starts_with("failed printing to std") && text.contains("Broken pipe")
+    let text = panic.payload().downcast_ref::<String>();
+    text.is_some_and(|t| t.starts_with("failed printing to std") && t.contains("Broken pipe"))
 }
