@@ -205,7 +205,9 @@ mod tests {
     fn job(arguments: &str) -> anyhow::Result<Job> {
         let out = std::env::temp_dir().join("memory-per-card-test");
         let arguments = format!("memory-per-card {arguments} --out {}", out.display());
-        Options::try_parse_from(arguments.split(' '))?.into_job()
+        let options = Options::try_parse_from(arguments.split(' '))?;
+        let world = World::threads(usize::from(options.ranks))?;
+        options.into_job(&world)
     }
 
     /// One rank computes what a plain Candle loop computes: same initial values, same data, candle_nn's own AdamW.
