@@ -26,7 +26,7 @@ cp -a --update "$include/." "$dir/include/"
 cp --update "$here/kernels.h" "$dir/include/kernels.h"
 cp --update "$here/nvcc" "$dir/bin/nvcc"
 
-flags=(-std=c++17 -O2 -fPIC -pthread -Wall -Wextra -Werror -fvisibility=default "-I$include")
+flags=(-std=c++17 -O2 -fPIC -pthread -Wall -Wextra -Werror "-I$include")
 
 # library FOLDER SONAME BINDINGS FEATURE CODE [LIBRARIES...]: lib/SONAME of the C++ sources in FOLDER, and of stubs for the rest.
 library() {
@@ -39,6 +39,8 @@ library() {
     local stubs=$dir/objects/$folder-stubs.c objects=() source object fast=()
     # Most of the time of a model goes there.
     [[ $folder != cublas ]] || fast=(-O3 -march=native)
+    # A program is linked to it, so its variables of threads have a place from the beginning.
+    [[ $folder != driver ]] || fast=(-ftls-model=initial-exec)
     python3 "$here/stubs.py" "$cudarc/src/$bindings" "$feature" "$code" >"$stubs"
     "${CC:-cc}" -O1 -fPIC -c "$stubs" -o "$stubs.o"
     for source in "$here/$folder"/*.cpp; do

@@ -63,7 +63,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
     void run(uint64_t number_of_stream);
 
     std::mutex mutex;
-    std::condition_variable changed;
+    std::condition_variable has_work, has_completed_some;
     std::deque<std::function<void()>> queue;
     uint64_t num_submitted = 0, num_completed = 0;
     bool closing = false;
@@ -108,5 +108,7 @@ struct Launch {
 
 // Runs the blocks of a launch one after the other, on the calling thread.
 void run_grid(const Launch &launch);
+// What the calling thread keeps for its next launch.
+void release_stacks();
 
 } // namespace simulator

@@ -35,6 +35,7 @@ CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream handle) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
     if (bytes == 0) {
+        warn("cuMemAllocAsync: no bytes");
         return CUDA_ERROR_INVALID_VALUE;
     }
     char *start = take_block(stream->device, bytes, true);
@@ -66,6 +67,7 @@ CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) {
         return CUDA_ERROR_INVALID_CONTEXT;
     }
     if (bytes == 0) {
+        warn("cuMemAlloc: no bytes");
         return CUDA_ERROR_INVALID_VALUE;
     }
     char *start = take_block(context->device, bytes, false);

@@ -65,7 +65,7 @@ void Stream::run(uint64_t number_of_stream) {
         std::function<void()> work;
         {
             std::unique_lock<std::mutex> lock(mutex);
-            changed.wait(lock, [&] { return !queue.empty() || closing; });
+            has_work.wait(lock, [&] { return !queue.empty() || closing; });
             if (queue.empty()) {
                 break;
             }
@@ -81,8 +81,9 @@ void Stream::run(uint64_t number_of_stream) {
         work = nullptr; // what it holds is released before the work counts as done
         std::lock_guard<std::mutex> lock(mutex);
         num_completed++;
-        changed.notify_all();
+        has_completed_some.notify_all();
     }
+    release_stacks();
     std::lock_guard<std::mutex> lock(streams().mutex);
     streams().running.erase(shared_from_this());
 }
@@ -90,14 +91,14 @@ void Stream::run(uint64_t number_of_stream) {
 uint64_t Stream::push(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(mutex);
     queue.push_back(std::move(work));
-    changed.notify_all();
+    has_work.notify_one();
     return ++num_submitted;
 }
 
 void Stream::wait_for(uint64_t number) {
     std::unique_lock<std::mutex> lock(mutex);
     const auto deadline = std::chrono::seconds(deadline_seconds());
-    if (!changed.wait_for(lock, deadline, [&] { return num_completed >= number; })) {
+    if (!has_completed_some.wait_for(lock, deadline, [&] { return num_completed >= number; })) {
         die("work %llu of a stream of device %d is not done after %llu s; %llu are done, %llu submitted", //
             (unsigned long long)number, device, (unsigned long long)deadline_seconds(),
             (unsigned long long)num_completed, (unsigned long long)num_submitted);
@@ -117,7 +118,7 @@ uint64_t Stream::submitted() {
 void Stream::close() {
     std::lock_guard<std::mutex> lock(mutex);
     closing = true;
-    changed.notify_all();
+    has_work.notify_one();
 }
 
 std::shared_ptr<Stream> find_stream(CUstream handle) {

@@ -7,9 +7,9 @@
 
 #include "driver.h"
 
+#include <csetjmp>
 #include <cstdlib>
 #include <cstring>
-#include <csetjmp>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -51,8 +51,10 @@ class Block {
     void begin_threads();
     void set_position(unsigned thread);
     void resume(Fiber *fiber);
-    bool release();
+    bool run_warp(unsigned first, unsigned end);
+    bool pass_barrier();
     bool release_warp(unsigned first, unsigned end);
+    bool run_ready(unsigned first, unsigned end);
     [[noreturn]] void report_deadlock();
 
     const Launch *launch = nullptr;
@@ -63,8 +65,8 @@ class Block {
     bool backwards = false;
 };
 
-// Of the stream's thread. Its stacks stay for the next launch.
-thread_local Block block;
+// Of the stream's thread, from its first launch on. Its stacks stay for the next one.
+__thread Block *block = nullptr;
 
 Fiber *new_fiber() {
     void *stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -99,11 +101,11 @@ void Block::set_position(unsigned thread) {
 // The body of every fiber: it takes threads that have not begun until none is left, and is idle until it is resumed.
 void Block::fiber_main() {
     for (;;) {
-        block.begin_threads();
-        Fiber *self = block.running;
-        block.idle.push_back(self);
+        block->begin_threads();
+        Fiber *self = block->running;
+        block->idle.push_back(self);
         if (_setjmp(self->here) == 0) {
-            _longjmp(block.scheduler, 1);
+            _longjmp(block->scheduler, 1);
         }
     }
 }
@@ -172,25 +174,46 @@ bool Block::release_warp(unsigned first, unsigned end) {
     return released;
 }
 
-// False if nobody can go on.
-bool Block::release() {
-    const unsigned count = threads.size();
-    bool released = false, all_at_block = true;
-    for (unsigned first = 0; first < count; first += WARP) {
-        released = release_warp(first, std::min(count, first + WARP)) || released;
+// False if none is ready.
+bool Block::run_ready(unsigned first, unsigned end) {
+    bool has_run = false;
+    for (unsigned i = first; i < end; i++) {
+        const unsigned thread = backwards ? first + end - 1 - i : i;
+        if (threads[thread].state == State::Ready) {
+            threads[thread].state = State::Running;
+            set_position(thread);
+            resume(threads[thread].fiber);
+            has_run = true;
+        }
     }
-    if (released) {
-        return true;
+    return has_run;
+}
+
+// Lanes [first, end) of a warp, until each is at the block's barrier, has finished, or waits for a lane that is not coming. False if
+// none of them could go on.
+bool Block::run_warp(unsigned first, unsigned end) {
+    bool has_run = false;
+    while (release_warp(first, end)) {
+        backwards = !backwards;
+        has_run = run_ready(first, end);
     }
+    return has_run;
+}
+
+// False if not all threads that have not finished are there.
+bool Block::pass_barrier() {
     for (const Thread &thread : threads) {
-        all_at_block = all_at_block && (thread.state == State::AtBlock || thread.state == State::Finished);
+        if (thread.state != State::AtBlock && thread.state != State::Finished) {
+            return false;
+        }
     }
     for (Thread &thread : threads) {
-        if (all_at_block && thread.state == State::AtBlock) {
+        if (thread.state == State::AtBlock) {
             thread.state = State::Ready;
         }
     }
-    return all_at_block;
+    backwards = !backwards;
+    return run_ready(0, threads.size());
 }
 
 void Block::report_deadlock() {
@@ -219,17 +242,12 @@ void Block::run(const Launch &of, unsigned x, unsigned y, unsigned z) {
         resume(fiber);
     }
     while (num_finished < count) {
-        if (!release()) {
-            report_deadlock();
+        bool has_run = false;
+        for (unsigned first = 0; first < count; first += WARP) {
+            has_run = run_warp(first, std::min(count, first + WARP)) || has_run;
         }
-        backwards = !backwards;
-        for (unsigned i = 0; i < count; i++) {
-            const unsigned thread = backwards ? count - 1 - i : i;
-            if (threads[thread].state == State::Ready) {
-                threads[thread].state = State::Running;
-                set_position(thread);
-                resume(threads[thread].fiber);
-            }
+        if (!pass_barrier() && !has_run) {
+            report_deadlock();
         }
     }
     backwards = !backwards;
@@ -238,16 +256,24 @@ void Block::run(const Launch &of, unsigned x, unsigned y, unsigned z) {
 } // namespace
 
 void run_grid(const Launch &launch) {
+    if (!block) {
+        block = new Block;
+    }
     const auto &grid = launch.grid, &size = launch.block;
     simulator_position.grid_size = {grid[0], grid[1], grid[2]};
     simulator_position.block_size = {size[0], size[1], size[2]};
     for (unsigned z = 0; z < grid[2]; z++) {
         for (unsigned y = 0; y < grid[1]; y++) {
             for (unsigned x = 0; x < grid[0]; x++) {
-                block.run(launch, x, y, z);
+                block->run(launch, x, y, z);
             }
         }
     }
+}
+
+void release_stacks() {
+    delete block;
+    block = nullptr;
 }
 
 } // namespace simulator
@@ -256,35 +282,35 @@ using namespace simulator;
 
 extern "C" {
 
-void simulator_sync_threads() { block.wait(State::AtBlock, 0); }
-void simulator_sync_warp(unsigned mask) { block.wait(State::AtWarp, mask); }
+void simulator_sync_threads() { block->wait(State::AtBlock, 0); }
+void simulator_sync_warp(unsigned mask) { block->wait(State::AtWarp, mask); }
 
 uint64_t simulator_shuffle(unsigned mask, uint64_t value, unsigned from) {
-    const unsigned self = block.current, first = self / WARP * WARP;
-    block.threads[self].given = value;
-    block.wait(State::AtWarp, mask);
+    const unsigned self = block->current, first = self / WARP * WARP;
+    block->threads[self].given = value;
+    block->wait(State::AtWarp, mask);
     // What a lane that does not take part has given is undefined.
-    const bool is_there = first + from < block.threads.size() && mask >> from & 1;
-    const uint64_t taken = is_there ? block.threads[first + from].given : ~uint64_t(0);
+    const bool is_there = first + from < block->threads.size() && mask >> from & 1;
+    const uint64_t taken = is_there ? block->threads[first + from].given : ~uint64_t(0);
     // Nobody gives anew before all have taken.
-    block.wait(State::AtWarp, mask);
+    block->wait(State::AtWarp, mask);
     return taken;
 }
 
 unsigned simulator_ballot(unsigned mask, bool predicate) {
-    const unsigned self = block.current, first = self / WARP * WARP;
-    block.threads[self].given = predicate;
-    block.wait(State::AtWarp, mask);
+    const unsigned self = block->current, first = self / WARP * WARP;
+    block->threads[self].given = predicate;
+    block->wait(State::AtWarp, mask);
     unsigned votes = 0;
-    for (unsigned lane = 0; lane < WARP && first + lane < block.threads.size(); lane++) {
-        const bool counts = mask >> lane & 1 && block.threads[first + lane].state != State::Finished;
-        votes |= (counts && block.threads[first + lane].given ? 1u : 0u) << lane;
+    for (unsigned lane = 0; lane < WARP && first + lane < block->threads.size(); lane++) {
+        const bool counts = mask >> lane & 1 && block->threads[first + lane].state != State::Finished;
+        votes |= (counts && block->threads[first + lane].given ? 1u : 0u) << lane;
     }
-    block.wait(State::AtWarp, mask);
+    block->wait(State::AtWarp, mask);
     return votes;
 }
 
-void *simulator_dynamic_shared() { return block.shared.data(); }
+void *simulator_dynamic_shared() { return block->shared.data(); }
 
 void simulator_trap(const char *what) { die("a kernel has ended the program: %s", what); }
 

@@ -52,7 +52,7 @@ impl Model {
         for (seed, name) in model.names().iter().enumerate() {
             let var = model.vars.data().lock().unwrap()[name].clone();
             let mean = f64::from(u8::from(name.contains("norm") || name.contains("ln")));
-            let values = (random(seed as u64, var.dims())? * 0.1 + mean)?;
+            let values = ((random(seed as u64, var.dims()) * 0.1)? + mean)?;
             let values = values.to_dtype(rounded_to)?.to_dtype(dtype)?;
             var.set(&values.to_device(device)?)?;
         }
