@@ -173,6 +173,9 @@ impl Request {
     /// The request with its data, for messages: `all_reduce(mean) of 10 f32 [bucket 0: w, b]`.
     pub(crate) fn describe(&self, dtype: DType, len: usize) -> String {
         let mut text = self.collective.to_string();
+        if self.in_place {
+            text.push_str(" in place");
+        }
         if self.collective != Collective::Barrier {
             text.push_str(&format!(" of {len} {}", dtype.as_str()));
         }
