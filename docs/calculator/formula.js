@@ -107,13 +107,13 @@ const dpFormula = (() => {
         const rows = settings.batch * context;
         const e = dpPlan.SIZE[settings.dtype];
         const [r, l, d, v, t] = [rows, layers, width, vocab, context].map(grouped);
-        let formula = "e R (18 L D + 2 D + V) + e T^2 + 20 R";
-        let numbers = `${e} x ${r} x (18 x ${l} x ${d} + 2 x ${d} + ${v}) + ${e} x ${t}^2 + 20 x ${r}`;
+        let formula = "e R (14 L D + 2 D + V) + e T^2 + 20 R";
+        let numbers = `${e} x ${r} x (14 x ${l} x ${d} + 2 x ${d} + ${v}) + ${e} x ${t}^2 + 20 x ${r}`;
         if (model.architecture === "llama") {
             const q = grouped(dpModels.qkvWidth(model));
-            formula = "e R (L (7 D + Q + 3 F) + 2 D + V) + e T^2 + 20 R + 4 T E";
+            formula = "e R (L (7 D + Q + 2 F) + 2 D + V) + e T^2 + 20 R + 4 T E";
             numbers =
-                `${e} x ${r} x (${l} x (7 x ${d} + ${q} + 3 x ${grouped(hidden)}) + 2 x ${d} + ${v})` +
+                `${e} x ${r} x (${l} x (7 x ${d} + ${q} + 2 x ${grouped(hidden)}) + 2 x ${d} + ${v})` +
                 ` + ${e} x ${t}^2 + 20 x ${r} + 4 x ${t} x ${grouped(width / model.heads)}`;
         }
         return [

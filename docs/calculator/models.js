@@ -84,26 +84,19 @@ const dpModels = (() => {
         // The gradient of the tied head waits for that of the embedding, that of the residual stream for its block.
         const waiting = (model.tiedHead ? size * vocab * width : 0n) + size * rows * width;
         const first = max(3n * size * rows * vocab, node.linear(width, vocab), waiting + block.fullest);
-        const last = kept - size * rows * layers * block.taken + node.embedding(vocab, width);
-        return { kept, peak: max(last, kept + first) };
+        return { kept, peak: kept + max(first, node.embedding(vocab, width)) };
     }
 
-    // Of one block: numbers per row that it keeps and that its backward frees, bytes of its fullest moment.
+    // Of one block: numbers per row that it keeps, bytes of its fullest moment.
     function gpt2Moments(width, node) {
-        const argument = node.rows * 4n * width;
-        const after = max(
-            node.linear(width, width),
-            node.attention(width, 3n * width),
-            node.linear(width, 3n * width),
-        );
         return {
-            kept: 18n * width,
-            taken: 4n * width,
+            kept: 14n * width,
             fullest: max(
-                node.linear(4n * width, width),
-                2n * node.wide(argument),
-                node.linear(width, 4n * width) - node.rounded(argument),
-                after - node.size * argument,
+                node.activatedLinear(4n * width, width, 1n),
+                node.linear(width, 4n * width),
+                node.linear(width, width),
+                node.attention(width, 3n * width),
+                node.linear(width, 3n * width),
             ),
         };
     }
@@ -111,14 +104,11 @@ const dpModels = (() => {
     function llamaMoments(model, node) {
         const { width, hidden } = model;
         const qkv = qkvWidth(model);
-        const oneHidden = node.size * node.rows * hidden;
         return {
-            kept: 7n * width + qkv + 3n * hidden,
-            taken: 0n,
+            kept: 7n * width + qkv + 2n * hidden,
             fullest: max(
-                node.linear(hidden, width),
-                5n * oneHidden,
-                node.linear(width, hidden) + oneHidden,
+                node.activatedLinear(hidden, width, 2n),
+                node.linear(width, hidden) + node.size * node.rows * hidden,
                 node.linear(width, width),
                 node.attention(width, qkv),
                 node.linear(width, qkv),
@@ -140,13 +130,23 @@ const dpModels = (() => {
             const adding = size * (x + weight + 2n * max(x, weight));
             return size * y + max(computingX, computingWeight, adding);
         };
+        // A linear layer of a function of `args` tensors, which is computed once more.
+        const activatedLinear = (input, output, args) => {
+            const [x, y, weight] = [rows * input, rows * output, input * output];
+            const packed = 4n * min(rows, PACKED_ROWS) * output;
+            const computingX = 4n * x + wide(weight);
+            const activating = (args + 1n) * 4n * x + max(args * wide(x), rounded(x));
+            const computingWeight = args * size * x + 4n * x + 4n * weight + max(packed, rounded(weight));
+            const adding = size * (args * x + weight + 2n * max(x, weight));
+            return size * y + max(wide(y) + max(computingX, activating, computingWeight), adding);
+        };
         const attention = (width, qkv) => size * rows * (width + 3n * qkv);
         const embedding = (vocab, width) => {
             const [result, table] = [rows * width, vocab * width];
             const computing = wide(result) + 4n * table + rounded(table);
             return size * result + max(computing, 3n * size * table);
         };
-        return { rows, size, wide, rounded, linear, attention, embedding };
+        return { rows, size, linear, activatedLinear, attention, embedding };
     }
 
     return { params, activations, qkvWidth, max, min };

@@ -227,10 +227,12 @@ impl<O: Optimizer> Engine<O> {
             let span = phase!("optimizer", rank, step);
             for bucket in 0..self.layout.buckets().len() {
                 self.update_owned(strategy, bucket, optimizers, used, divisor)?;
+                // While the updated values are in the cache.
+                strategy.publish(bucket, &self.layout, &self.params, self.comm.as_ref())?;
             }
             drop(span);
             let _span = strategy.is_sharded().then(|| phase!("gather", rank, step));
-            strategy.publish(&self.layout, &self.params, self.comm.as_ref())
+            strategy.finish_publishing(&self.layout, &self.params)
         })?;
         self.steps += 1;
         self.mark_update()

@@ -67,17 +67,28 @@ pub trait Strategy: Send {
     /// If the bucket is not reduced.
     fn gradient(&self, bucket: usize) -> Result<(&Buffer, Range<usize>)>;
 
-    /// Called when each rank has updated the parameter elements it owns: makes all parameters whole on all ranks.
+    /// Called when this rank has updated the parameter elements of `bucket` that it owns: sends them on their way to the other
+    /// ranks. For all buckets, in their order.
     ///
     /// # Errors
     /// Those of the collectives.
     fn publish(
         &mut self,
+        bucket: usize,
         layout: &BucketLayout,
         params: &[Param],
         comm: &dyn Communicator,
     ) -> Result<()> {
-        let _ = (layout, params, comm);
+        let _ = (bucket, layout, params, comm);
+        Ok(())
+    }
+
+    /// Waits for all that is [published](Self::publish): then all parameters are whole on all ranks.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    fn finish_publishing(&mut self, layout: &BucketLayout, params: &[Param]) -> Result<()> {
+        let _ = (layout, params);
         Ok(())
     }
 }

@@ -7,14 +7,15 @@
 //! ```text
 //! e R (L block + 2 D + V) + e T^2 + 20 R
 //!
-//! block of a GPT:    15 D + Q:       ln1 1 D, qkv Q, attention 1, proj 1, add 1, ln2 1, gelu 4 and its argument 4, out 1, add 1
-//! block of a Llama:  7 D + Q + 3 F:  norm1 1 D, qkv Q, attention 1, proj 1, add 1, norm2 1, gate F, up F, product F, down 1, add 1
+//! block of a GPT:    11 D + Q:       ln1 1 D, qkv Q, attention 1, proj 1, add 1, ln2 1, fc 4, out 1, add 1
+//! block of a Llama:  7 D + Q + 2 F:  norm1 1 D, qkv Q, attention 1, proj 1, add 1, norm2 1, gate F, up F, down 1, add 1
 //! around the blocks: embedding and last norm 2 D, logits V
 //! e T^2:             the mask
 //! 20 R:              token ids and targets, twice each, and a f32 of each row for the cross-entropy
 //! ```
 //!
 //! A Llama has `4 context E` bytes of rotary angles besides. Attention keeps no scores, so nothing grows with `T^2` but the mask.
+//! The activation of an MLP is not kept, but computed again from its argument.
 //!
 //! During backward the gradients of one node are there as well. Candle adds each gradient to zeros, so three tensors of its size
 //! exist at that moment: zeros, gradient and sum. 16-bit numbers are widened to f32 inside a node, and the product that computes a
@@ -50,7 +51,7 @@ impl ModelConfig {
     ///
     /// let gpt2 = ModelConfig::from(GptConfig::gpt2());
     /// let estimate = gpt2.activations(4, 1024, DType::F32);
-    /// assert_eq!(estimate.kept >> 20, 3405); // MiB
+    /// assert_eq!(estimate.kept >> 20, 2829); // MiB
     /// ```
     pub fn activations(&self, batch: usize, len: usize, dtype: DType) -> Activations {
         let node = Node {
@@ -78,12 +79,11 @@ impl ModelConfig {
         let first = (3 * size * rows * vocab)
             .max(node.linear(width, vocab))
             .max(waiting + block.fullest);
-        // The embedding's backward comes last, when some of what was kept is gone.
-        let taken = size * rows * layers * block.taken;
-        let last = kept - taken + node.embedding(vocab, width);
+        // The embedding's backward comes last.
+        let fullest = first.max(node.embedding(vocab, width));
         Activations {
             kept,
-            peak: last.max(kept + first),
+            peak: kept + fullest,
         }
     }
 }
@@ -92,8 +92,6 @@ impl ModelConfig {
 struct Block {
     /// Numbers per row that it keeps.
     kept: u64,
-    /// Those of them that its backward pass frees.
-    taken: u64,
     /// Bytes of the fullest moment in its backward pass.
     fullest: u64,
 }
@@ -101,25 +99,15 @@ struct Block {
 impl Block {
     fn gpt2(config: &GptConfig, node: Node) -> Self {
         let width = config.width as u64;
-        // What the gelu was taken of. The node begins by widening it, and the gradient for a moment; then it is gone.
-        let argument = node.rows * 4 * width;
-        let widened = 2 * node.wide(argument);
-        let fc = node.linear(width, 4 * width) - node.rounded(argument);
-        let after = [
+        let moments = [
+            node.gelu_linear(4 * width, width),
+            node.linear(width, 4 * width),
             node.linear(width, width),
             node.attention(width, 3 * width),
             node.linear(width, 3 * width),
         ];
-        let after = after.into_iter().max().unwrap_or(0);
-        let moments = [
-            node.linear(4 * width, width),
-            widened,
-            fc,
-            after.saturating_sub(node.size * argument),
-        ];
         Self {
-            kept: 18 * width,
-            taken: 4 * width,
+            kept: 14 * width,
             fullest: moments.into_iter().max().unwrap_or(0),
         }
     }
@@ -130,9 +118,7 @@ impl Block {
         let qkv = (heads * (config.width / config.heads)) as u64;
         let one_hidden = node.size * node.rows * hidden;
         let moments = [
-            node.linear(hidden, width),
-            // The product's gradient; two gradients, one of them with zeros and sum beside it.
-            5 * one_hidden,
+            node.silu_gated_linear(hidden, width),
             // The gradient of the other one waits.
             node.linear(width, hidden) + one_hidden,
             node.linear(width, width),
@@ -140,8 +126,7 @@ impl Block {
             node.linear(width, qkv),
         ];
         Self {
-            kept: 7 * width + qkv + 3 * hidden,
-            taken: 0,
+            kept: 7 * width + qkv + 2 * hidden,
             fullest: moments.into_iter().max().unwrap_or(0),
         }
     }
@@ -190,6 +175,32 @@ impl Node {
             + (self.wide(x) + packed).max(self.rounded(weight));
         let adding = size * (x + weight + 2 * x.max(weight));
         size * y + computing_x.max(computing_weight).max(adding)
+    }
+
+    /// [`linear`](Self::linear) of a gelu, whose argument is widened, and which is computed once more, both in f32, beside its
+    /// gradient.
+    fn gelu_linear(self, input: u64, output: u64) -> u64 {
+        self.activated_linear(input, output, 1)
+    }
+
+    /// [`linear`](Self::linear) of a gated product of two arguments.
+    fn silu_gated_linear(self, input: u64, output: u64) -> u64 {
+        self.activated_linear(input, output, 2)
+    }
+
+    /// [`linear`](Self::linear) of a function of `arguments` tensors `[R, input]`.
+    fn activated_linear(self, input: u64, output: u64, arguments: u64) -> u64 {
+        let Self { rows, size } = self;
+        let (x, y, weight) = (rows * input, rows * output, input * output);
+        let packed = 4 * rows.min(PACKED_ROWS) * output;
+        let computing_x = 4 * x + self.wide(weight);
+        // The gradients of the arguments, and the function's result.
+        let activating = (arguments + 1) * 4 * x + (arguments * self.wide(x)).max(self.rounded(x));
+        let computing_weight =
+            arguments * size * x + 4 * x + 4 * weight + packed.max(self.rounded(weight));
+        let adding = size * (arguments * x + weight + 2 * x.max(weight));
+        let computing = computing_x.max(activating).max(computing_weight);
+        size * y + (self.wide(y) + computing).max(adding)
     }
 
     /// `[R, Q]` to `[R, D]`.

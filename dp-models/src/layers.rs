@@ -10,6 +10,7 @@
 //! 16-bit inputs (f16, bf16) are computed in f32 inside each node and rounded once on the way out; what a node keeps for its
 //! backward pass is 16 bit. `values.rs` has the access to numbers of the three types, `chunks.rs` computes with them.
 
+mod activated_linear;
 mod causal_mask;
 mod causal_self_attention;
 mod chunks;
@@ -26,6 +27,7 @@ mod swiglu;
 mod values;
 mod widen;
 
+pub use activated_linear::{gelu_linear, silu_gated_linear};
 pub use causal_mask::CausalMask;
 pub use causal_self_attention::{CausalSelfAttention, attention};
 pub use cross_entropy::cross_entropy;
@@ -33,7 +35,7 @@ pub use dropout::Dropout;
 pub use embedding::{embed, embedding};
 pub use gelu::{gelu_erf, gelu_tanh};
 pub use layer_norm::LayerNorm;
-pub use linear::{linear, linear_gelu};
+pub use linear::linear;
 pub use rms_norm::RmsNorm;
 pub use rotary::{Rotary, RotaryPairs};
 pub use softmax::softmax;

@@ -76,8 +76,8 @@ pub use generate::Sampling;
 pub use gpt::{Gpt, GptConfig};
 pub use layers::{
     CausalMask, CausalSelfAttention, Dropout, LayerNorm, RmsNorm, Rotary, RotaryPairs, SwiGlu,
-    attention, cross_entropy, embed, embedding, gelu_erf, gelu_tanh, linear, linear_gelu,
-    silu_gated, softmax,
+    attention, cross_entropy, embed, embedding, gelu_erf, gelu_linear, gelu_tanh, linear,
+    silu_gated, silu_gated_linear, softmax,
 };
 pub use llama::{Llama, LlamaConfig};
 pub use mlp::{Activation, Mlp, MlpConfig};

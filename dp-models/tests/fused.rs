@@ -8,8 +8,8 @@ use crate::support::{CPU, assert_close_within, assert_err};
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use dp_models::{
-    CausalMask, CausalSelfAttention, LayerNorm, cross_entropy, embed, gelu_erf, gelu_tanh, linear,
-    linear_gelu,
+    CausalMask, CausalSelfAttention, LayerNorm, cross_entropy, embed, gelu_erf, gelu_linear,
+    gelu_tanh, linear,
 };
 
 #[test]
@@ -26,9 +26,9 @@ fn linear_layers_of_odd_shapes() {
             &|t| linear(&t[0], &t[1], None),
             &inputs[..2],
         );
-        check(
-            "linear gelu",
-            &|t| linear_gelu(&t[0], &t[1], &t[2]),
+        check_node(
+            "gelu linear",
+            &|t| gelu_linear(&t[0], &t[1], &t[2]),
             &inputs,
         );
         // Any leading dimensions, and inputs that are not contiguous.
@@ -167,8 +167,8 @@ fn gradients_are_slopes() {
     let inputs = [random(1, &[3, 4]), random(2, &[5, 4]), random(3, &[5])];
     check_differences("linear", &|t| linear(&t[0], &t[1], Some(&t[2])), &inputs);
     check_differences(
-        "linear gelu",
-        &|t| linear_gelu(&t[0], &t[1], &t[2]),
+        "gelu linear",
+        &|t| gelu_linear(&t[0], &t[1], &t[2]),
         &inputs,
     );
     check_differences("gelu tanh", &|t| gelu_tanh(&t[0]), &inputs[..1]);
@@ -200,9 +200,9 @@ fn gradients_that_are_not_contiguous() {
         &|t| linear(&t[0], &t[1], None)?.t(),
         &inputs[..2],
     );
-    check(
-        "linear gelu",
-        &|t| linear_gelu(&t[0], &t[1], &t[2])?.t(),
+    check_node(
+        "gelu linear",
+        &|t| gelu_linear(&t[0], &t[1], &t[2])?.t(),
         &inputs,
     );
     check_node("gelu tanh", &|t| gelu_tanh(&t[0])?.t(), &inputs[..1]);
@@ -219,8 +219,8 @@ fn no_rows() {
     let inputs = [random(1, &[0, 4]), random(2, &[5, 4]), random(3, &[5])];
     check_empty("linear", &|t| linear(&t[0], &t[1], Some(&t[2])), &inputs);
     check_empty(
-        "linear gelu",
-        &|t| linear_gelu(&t[0], &t[1], &t[2]),
+        "gelu linear",
+        &|t| gelu_linear(&t[0], &t[1], &t[2]),
         &inputs,
     );
     check_empty("gelu tanh", &|t| gelu_tanh(&t[0]), &inputs[..1]);
@@ -247,7 +247,7 @@ fn inputs_that_need_no_gradient_get_none() {
     let layers: [(Layer<'_>, &[Tensor]); 5] = [
         (&|t| linear(&t[0], &t[1], Some(&t[2])), &matrices),
         (&|t| linear(&t[0], &t[1], None), &matrices[..2]),
-        (&|t| linear_gelu(&t[0], &t[1], &t[2]), &matrices),
+        (&|t| gelu_linear(&t[0], &t[1], &t[2]), &matrices),
         (&layer_norm, &norm),
         (&|t| embed(&tokens, &t[0], &t[1]), &tables),
     ];

@@ -7,6 +7,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, VarMap};
 use dp_models::{
     CausalMask, CausalSelfAttention, RmsNorm, Rotary, RotaryPairs, SwiGlu, embedding, silu_gated,
+    silu_gated_linear,
 };
 
 use crate::gradcheck::{
@@ -89,6 +90,35 @@ fn gates_of_odd_shapes() {
 }
 
 #[test]
+fn gated_linear_layers_of_odd_shapes() {
+    for (rows, width, out) in [(1, 1, 1), (3, 5, 7), (17, 33, 20), (130, 160, 9)] {
+        let inputs = [
+            random(6, &[rows, width]),
+            random(7, &[rows, width]),
+            random(8, &[out, width]),
+        ];
+        check_node("silu gated linear", &gated_linear, &inputs);
+    }
+    let wide = [
+        random(6, &[5, 2, 7]),
+        random(7, &[2, 5, 9]),
+        random(8, &[7, 3]),
+    ];
+    check(
+        "silu gated linear of views",
+        &|t| silu_gated_linear(&t[0].transpose(0, 1)?, &t[1].narrow(2, 1, 7)?, &t[2].t()?),
+        &wide,
+    );
+    let far = Tensor::new(&[[-200f32, -80., -20., 20., 80., 200.]], &CPU).unwrap();
+    let inputs = [far, random(7, &[1, 6]), random(8, &[2, 6])];
+    check_node("silu gated linear far out", &gated_linear, &inputs);
+}
+
+fn gated_linear(t: &[Tensor]) -> Result<Tensor> {
+    silu_gated_linear(&t[0], &t[1], &t[2])
+}
+
+#[test]
 fn swiglu_of_odd_shapes() {
     for (rows, width, hidden) in [(1, 1, 1), (3, 7, 17), (17, 33, 5)] {
         let scale = |t: Tensor, width: usize| (t * (width as f64).powf(-0.5)).unwrap();
@@ -168,6 +198,8 @@ fn gradients_are_slopes() {
     check_differences("rms norm", &rms_norm, &inputs);
     let pair = [random(1, &[3, 4]), random(2, &[3, 4])];
     check_differences("silu gated", &|t| silu_gated(&t[0], &t[1]), &pair);
+    let gated = [pair[0].clone(), pair[1].clone(), random(3, &[5, 4])];
+    check_differences("silu gated linear", &gated_linear, &gated);
     let weights = [
         random(1, &[2, 3]),
         random(2, &[4, 3]),
@@ -188,6 +220,8 @@ fn gradients_that_are_not_contiguous() {
     check_node("rms norm", &|t| rms_norm(t)?.t(), &inputs);
     let pair = [random(1, &[3, 4]), random(2, &[3, 4])];
     check_node("silu gated", &|t| silu_gated(&t[0], &t[1])?.t(), &pair);
+    let gated = [pair[0].clone(), pair[1].clone(), random(3, &[5, 4])];
+    check_node("silu gated linear", &|t| gated_linear(t)?.t(), &gated);
     for pairs in PAIRS {
         let layer: Layer<'_> = &|t| rotary(4, pairs, t[0].dtype()).forward(&t[0], 1)?.t();
         check_node("rotary", layer, &inputs[..1]);
@@ -203,6 +237,8 @@ fn no_rows() {
     );
     let none = [random(1, &[0, 4]), random(2, &[0, 4])];
     check_empty("silu gated", &|t| silu_gated(&t[0], &t[1]), &none);
+    let gated = [none[0].clone(), none[1].clone(), random(3, &[5, 4])];
+    check_empty("silu gated linear", &gated_linear, &gated);
     let weights = [
         random(1, &[0, 3]),
         random(2, &[4, 3]),
@@ -221,6 +257,8 @@ fn inputs_that_need_no_gradient_get_none() {
     check_frozen(&rms_norm, &[random(1, &[3, 4]), random(2, &[4])]);
     let pair = [random(1, &[3, 4]), random(2, &[3, 4])];
     check_frozen(&|t| silu_gated(&t[0], &t[1]), &pair);
+    let gated = [pair[0].clone(), pair[1].clone(), random(3, &[5, 4])];
+    check_frozen(&gated_linear, &gated);
 }
 
 #[test]
@@ -235,6 +273,7 @@ fn nan_is_not_lost() {
             rms_norm(&[x.clone(), ones]).unwrap(),
             silu_gated(&x, &other).unwrap(),
             silu_gated(&row, &x).unwrap(),
+            silu_gated_linear(&row, &x, &other).unwrap(),
             rotary(20, RotaryPairs::Halves, DType::F32)
                 .forward(&x, 1)
                 .unwrap(),
@@ -284,6 +323,14 @@ fn errors_name_what_does_not_fit() {
     assert_err(
         silu_gated(&ones(&[2, 3]), &ones(&[3])),
         "one shape, got [2, 3] and [3]",
+    );
+    assert_err(
+        gated_linear(&[ones(&[2, 3]), ones(&[3, 2]), ones(&[1, 3])]),
+        "one shape, got [2, 3] and [3, 2]",
+    );
+    assert_err(
+        gated_linear(&[ones(&[2, 3]), ones(&[2, 3]), ones(&[1, 2])]),
+        "got [2, 3], [1, 2]",
     );
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
     assert_err(SwiGlu::new(4, 0, vb.clone()), "width (4) and hidden (0)");

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{Linear, VarBuilder, VarMap};
 use criterion::{Criterion, criterion_group, criterion_main};
 use dp_models::{
-    CausalMask, CausalSelfAttention, Gpt, GptConfig, LayerNorm, cross_entropy, linear, linear_gelu,
+    CausalMask, CausalSelfAttention, Gpt, GptConfig, LayerNorm, cross_entropy, gelu_linear, linear,
 };
 
 const SEQUENCES: usize = 16;
@@ -45,7 +45,7 @@ fn add_all(c: &mut Criterion) -> Result<()> {
     let (weight, bias) = (var((WIDTH, WIDTH))?, var((1, WIDTH))?.squeeze(0)?);
     forward_and_backward(c, "linear", || linear(&x, &weight, Some(&bias)));
     let (wide, wide_bias) = (var((4 * WIDTH, WIDTH))?, var((1, 4 * WIDTH))?.squeeze(0)?);
-    forward_and_backward(c, "linear_gelu", || linear_gelu(&x, &wide, &wide_bias));
+    forward_and_backward(c, "gelu_linear", || gelu_linear(&x, &wide, &wide_bias));
     let norm = LayerNorm::new(WIDTH, 1e-5, vb.pp("norm"))?;
     forward_and_backward(c, "layer_norm", || norm.forward(&x));
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use dp_core::bucket::Bucket;
-use dp_core::comm::{Collective, Pending, Request};
+use dp_core::comm::Gathering;
 use dp_core::{BucketLayout, Buffer, Communicator, Param, Result};
 
 /// Lends the flat buffers that parameters are gathered in.
@@ -17,14 +17,14 @@ pub(crate) trait GatherBuffers {
     fn give_back(&mut self, index: usize, bucket: &Bucket, buffer: Buffer) -> Result<()>;
 }
 
-/// Buckets that are being gathered.
-pub(crate) type InFlight = VecDeque<(usize, Pending)>;
+/// Buckets that are being gathered, oldest first.
+pub(crate) type InFlight = VecDeque<(usize, Gathering)>;
 
-/// All-gathers the parameters of each bucket from the ranks that own its slices, several buckets under way at a time.
-pub(crate) fn gather_parameters(
+/// Starts to gather the parameters of bucket `index` from the ranks that own its slices.
+pub(crate) fn start_gathering(
     buffers: &mut dyn GatherBuffers,
     in_flight: &mut InFlight,
-    layout: &BucketLayout,
+    (layout, index): (&BucketLayout, usize),
     params: &[Param],
     comm: &dyn Communicator,
 ) -> Result<()> {
@@ -32,49 +32,56 @@ pub(crate) fn gather_parameters(
     if world_size == 1 {
         return Ok(());
     }
-    // After an error: nobody waits for what is left of it.
-    in_flight.clear();
-    for (index, bucket) in layout.buckets().iter().enumerate() {
-        while !buffers.has_room(bucket) && finish_oldest(in_flight, buffers, layout, params, rank)?
-        {
-        }
-        let mut buffer = buffers.lend(index, bucket)?;
-        // Padding travels too; zeros keep what is sent defined.
-        buffer.fill_zero(bucket.len()..bucket.padded_len)?;
-        for segment in bucket.segments(bucket.slice(rank, world_size)) {
-            params[segment.param_idx].copy_to(
-                segment.in_param,
-                &mut buffer,
-                segment.in_bucket.start,
-            )?;
-        }
-        let request = Request::new(Collective::AllGather, Arc::clone(&bucket.label));
-        in_flight.push_back((index, comm.start(request, buffer)?));
-        comm.progress();
+    // What is left of a step that failed: nobody waits for it.
+    in_flight.retain(|(earlier, _)| *earlier < index);
+    let bucket = &layout.buckets()[index];
+    while !buffers.has_room(bucket) && finish_oldest(buffers, in_flight, layout, params)? {}
+    let mut buffer = buffers.lend(index, bucket)?;
+    // Padding travels too; zeros keep what is sent defined.
+    buffer.fill_zero(bucket.len()..bucket.padded_len)?;
+    for segment in bucket.segments(bucket.slice(rank, world_size)) {
+        params[segment.param_idx].copy_to(
+            segment.in_param,
+            &mut buffer,
+            segment.in_bucket.start,
+        )?;
     }
-    while finish_oldest(in_flight, buffers, layout, params, rank)? {}
+    let gathering = comm.all_gather_reading(buffer, Arc::clone(&bucket.label))?;
+    in_flight.push_back((index, gathering));
+    comm.progress();
+    Ok(())
+}
+
+/// Waits for all buckets that are being gathered: after that the parameters are whole.
+pub(crate) fn finish_gathering(
+    buffers: &mut dyn GatherBuffers,
+    in_flight: &mut InFlight,
+    layout: &BucketLayout,
+    params: &[Param],
+) -> Result<()> {
+    while finish_oldest(buffers, in_flight, layout, params)? {}
     Ok(())
 }
 
 /// False if none is in flight.
 fn finish_oldest(
-    in_flight: &mut InFlight,
     buffers: &mut dyn GatherBuffers,
+    in_flight: &mut InFlight,
     layout: &BucketLayout,
     params: &[Param],
-    rank: usize,
 ) -> Result<bool> {
-    let Some((index, pending)) = in_flight.pop_front() else {
+    let Some((index, gathering)) = in_flight.pop_front() else {
         return Ok(false);
     };
-    let (bucket, buffer) = (&layout.buckets()[index], pending.wait()?);
+    let bucket = &layout.buckets()[index];
     // The own slice is there already: it was updated in place.
-    let own = bucket.slice(rank, layout.world_size());
-    let others = [0..own.start, own.end..bucket.padded_len];
-    for segment in others.into_iter().flat_map(|range| bucket.segments(range)) {
-        let param = &params[segment.param_idx];
-        param.copy_from(segment.in_param, &buffer, segment.in_bucket.start)?;
-    }
+    let buffer = gathering.wait(|slice, values| {
+        for segment in bucket.segments(slice) {
+            let param = &params[segment.param_idx];
+            param.copy_from(segment.in_param, values, segment.in_bucket.start)?;
+        }
+        Ok(())
+    })?;
     buffers.give_back(index, bucket, buffer)?;
     Ok(true)
 }

@@ -7,7 +7,7 @@ use dp_core::comm::Collective;
 use dp_core::strategy::{BufferPools, FullBuckets, PoolSize, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Param, ParamStore, ReduceOp, Result};
 
-use crate::gather::{GatherBuffers, InFlight, gather_parameters};
+use crate::gather::{GatherBuffers, InFlight, finish_gathering, start_gathering};
 
 /// Whole gradient buckets live on every rank; a reduce-scatter leaves the mean gradient of slice `r` on rank `r`, which
 /// updates it; an all-gather in the same buckets makes the parameters whole again.
@@ -27,6 +27,14 @@ impl Zero1 {
             pools: BufferPools::new(&PoolSize::to_gather(layout), store)?,
             in_flight: InFlight::new(),
         })
+    }
+
+    fn gather_buffers(&mut self) -> (GatherInGradients<'_>, &mut InFlight) {
+        let buffers = GatherInGradients {
+            gradients: &mut self.gradients,
+            pools: &mut self.pools,
+        };
+        (buffers, &mut self.in_flight)
     }
 }
 
@@ -72,15 +80,18 @@ impl Strategy for Zero1 {
 
     fn publish(
         &mut self,
+        bucket: usize,
         layout: &BucketLayout,
         params: &[Param],
         comm: &dyn Communicator,
     ) -> Result<()> {
-        let mut buffers = GatherInGradients {
-            gradients: &mut self.gradients,
-            pools: &mut self.pools,
-        };
-        gather_parameters(&mut buffers, &mut self.in_flight, layout, params, comm)
+        let (mut buffers, in_flight) = self.gather_buffers();
+        start_gathering(&mut buffers, in_flight, (layout, bucket), params, comm)
+    }
+
+    fn finish_publishing(&mut self, layout: &BucketLayout, params: &[Param]) -> Result<()> {
+        let (mut buffers, in_flight) = self.gather_buffers();
+        finish_gathering(&mut buffers, in_flight, layout, params)
     }
 }
 

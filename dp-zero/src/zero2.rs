@@ -9,7 +9,7 @@ use dp_core::memory::Category;
 use dp_core::strategy::{BufferPools, PoolSize, Strategy};
 use dp_core::{BucketLayout, Buffer, Communicator, Error, Param, ParamStore, ReduceOp, Result};
 
-use crate::gather::{GatherBuffers, InFlight, gather_parameters};
+use crate::gather::{GatherBuffers, InFlight, finish_gathering, start_gathering};
 use crate::zero1::own_slices;
 
 /// A full gradient lives only until its bucket is reduced: two transient bucket buffers serve all buckets in turn, and
@@ -101,12 +101,17 @@ impl Strategy for Zero2 {
 
     fn publish(
         &mut self,
+        bucket: usize,
         layout: &BucketLayout,
         params: &[Param],
         comm: &dyn Communicator,
     ) -> Result<()> {
-        let buffers = &mut self.transient;
-        gather_parameters(buffers, &mut self.in_flight, layout, params, comm)
+        let (buffers, in_flight) = (&mut self.transient, &mut self.in_flight);
+        start_gathering(buffers, in_flight, (layout, bucket), params, comm)
+    }
+
+    fn finish_publishing(&mut self, layout: &BucketLayout, params: &[Param]) -> Result<()> {
+        finish_gathering(&mut self.transient, &mut self.in_flight, layout, params)
     }
 }
 

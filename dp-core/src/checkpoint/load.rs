@@ -120,8 +120,12 @@ impl<O: Optimizer> Engine<O> {
         self.begin_load();
         let applied = self.apply(&checked);
         agree(self.comm.as_ref(), "load: read", path, applied)?;
-        self.reducer
-            .with_strategy(|s| s.publish(&self.layout, &self.params, self.comm.as_ref()))?;
+        self.reducer.with_strategy(|strategy| {
+            for bucket in 0..self.layout.buckets().len() {
+                strategy.publish(bucket, &self.layout, &self.params, self.comm.as_ref())?;
+            }
+            strategy.finish_publishing(&self.layout, &self.params)
+        })?;
         let fixed = |i: &usize| self.params[*i].kind() != ParamKind::Trained;
         let fixed = self.order.iter().copied().filter(fixed);
         broadcast_values(&self.params, fixed, self.comm.as_ref(), self.store.ledger())?;

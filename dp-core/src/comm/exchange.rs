@@ -15,8 +15,9 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use parking_lot::Mutex;
+use parking_lot::RwLock;
 
+use super::gathering::{ReadSlice, others, slice};
 use super::reduce::{Ranks, copy, reduce};
 use super::rendezvous::{Payload, Slot};
 use super::traffic::TrafficCounters;
@@ -54,7 +55,8 @@ pub(super) struct Exchange {
 /// Where one rank's buffer lies while the collective owns it.
 struct Berth {
     start: AtomicPtr<u8>,
-    buffer: Mutex<Option<Buffer>>,
+    /// Locked for reading by those who read it in place.
+    buffer: RwLock<Option<Buffer>>,
 }
 
 impl Payload for Exchange {
@@ -64,7 +66,7 @@ impl Payload for Exchange {
     fn new(request: &Request, dtype: DType, len: usize, world_size: usize) -> Self {
         let berth = |_| Berth {
             start: AtomicPtr::new(std::ptr::null_mut()),
-            buffer: Mutex::new(None),
+            buffer: RwLock::new(None),
         };
         let mut exchange = Self {
             collective: request.collective,
@@ -94,6 +96,11 @@ impl Payload for Exchange {
         self.chunks_per_slice = len.div_ceil(world_size).div_ceil(self.chunk_len);
         self.num_chunks = self.chunks_per_slice * world_size;
         *self.next_chunk.get_mut() = 0;
+        if request.is_read_in_place() {
+            // One for each rank, which it claims by its reading.
+            self.num_chunks = world_size;
+            *self.next_chunk.get_mut() = world_size;
+        }
         *self.finished_chunks.get_mut() = 0;
         *self.finished_at.get_mut() = 0;
         // Each rank will hold the slot; those who have not come yet, too, or it would be free before they do.
@@ -139,7 +146,7 @@ impl Drop for Hold {
             #[cfg(feature = "cuda")]
             exchange.streams.before_free(&exchange.berths);
             for berth in &exchange.berths {
-                drop(berth.buffer.lock().take());
+                drop(berth.buffer.write().take());
             }
         }
     }
@@ -153,7 +160,7 @@ impl Exchange {
         self.streams.leave(rank, &buffer);
         // The elements do not move when the Buffer does: they are on the heap.
         berth.start.store(buffer.as_mut_ptr(), Ordering::Release);
-        *berth.buffer.lock() = Some(buffer);
+        *berth.buffer.write() = Some(buffer);
     }
 
     /// Takes a rank's buffer back; `None` if it was taken before. Only when the exchange is done.
@@ -162,7 +169,7 @@ impl Exchange {
     /// [`Error::Cuda`](crate::Error::Cuda) and [`Error::InvalidArgument`](crate::Error::InvalidArgument), on all ranks, if the
     /// kernels could not be started. On the host it does not fail.
     pub fn take(&self, rank: usize) -> Result<Option<Buffer>> {
-        let buffer = self.berths[rank].buffer.lock().take();
+        let buffer = self.berths[rank].buffer.write().take();
         #[cfg(feature = "cuda")]
         if let Some(buffer) = &buffer {
             self.streams.take(buffer)?;
@@ -230,11 +237,32 @@ impl Exchange {
 
     /// The elements that are reduced for rank `home`, or come from it.
     fn slice(&self, home: usize) -> Range<usize> {
-        let (n, len) = (self.berths.len(), self.len);
-        home * len / n..(home + 1) * len / n
+        slice(home, self.len, self.berths.len())
     }
 
-    fn finish_chunks(&self, count: usize) {
+    /// Calls `read` with the slice of each other rank, where it lies. The slot of `hold` must be ready, and
+    /// [`finish_chunks`](Self::finish_chunks) must follow: until then no owner takes its buffer back.
+    pub fn read_slices(
+        hold: &Hold,
+        rank: usize,
+        traffic: &[TrafficCounters],
+        read: &mut ReadSlice<'_>,
+    ) -> Result<()> {
+        let exchange = &hold.payload;
+        debug_assert!(hold.is_ready() && !exchange.is_done());
+        for other in others(rank, exchange.berths.len()) {
+            let at = exchange.slice(other);
+            let bytes = at.len() * exchange.dtype.size_in_bytes();
+            if let Some(buffer) = &*exchange.berths[other].buffer.read() {
+                read(at, buffer)?;
+            }
+            traffic[other].sent(exchange.collective, bytes as u64);
+        }
+        Ok(())
+    }
+
+    /// So many more are done.
+    pub fn finish_chunks(&self, count: usize) {
         // Before the chunks count: whoever sees all of them finished sees the latest moment.
         let now = START.elapsed().as_nanos() as u64;
         self.finished_at.fetch_max(now.max(1), Ordering::Relaxed);

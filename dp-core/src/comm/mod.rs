@@ -27,6 +27,7 @@ mod exchange;
 #[cfg(any(test, feature = "mpi", feature = "nccl"))]
 #[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
 mod failures;
+mod gathering;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod naive;
@@ -44,13 +45,15 @@ use std::fmt;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-use candle_core::DType;
+use candle_core::{DType, DeviceLocation};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 
+pub use gathering::Gathering;
+use gathering::ReadSlice;
 #[cfg(feature = "mpi")]
 pub(crate) use mpi::MpiGroup;
 pub(crate) use naive::naive_group;
@@ -133,6 +136,8 @@ pub struct Request {
     pub label: Arc<str>,
     /// The optimizer step that it belongs to, if ranks shall agree on it. Part of the comparison, too.
     pub step: Option<u64>,
+    /// For an all_gather: the slices are read where they lie; see [`Gathering`]. Only of buffers in the host's memory.
+    in_place: bool,
 }
 
 impl Request {
@@ -142,6 +147,7 @@ impl Request {
             collective,
             label: label.into(),
             step: None,
+            in_place: false,
         }
     }
 
@@ -159,9 +165,17 @@ impl Request {
         Self::new(collective, Arc::clone(&EMPTY))
     }
 
+    /// True if each rank reads the others' slices itself; see [`Gathering`].
+    fn is_read_in_place(&self) -> bool {
+        self.in_place
+    }
+
     /// The request with its data, for messages: `all_reduce(mean) of 10 f32 [bucket 0: w, b]`.
     pub(crate) fn describe(&self, dtype: DType, len: usize) -> String {
         let mut text = self.collective.to_string();
+        if self.in_place {
+            text.push_str(" in place");
+        }
         if self.collective != Collective::Barrier {
             text.push_str(&format!(" of {len} {}", dtype.as_str()));
         }
@@ -258,6 +272,26 @@ impl dyn Communicator + '_ {
     /// See [`Communicator::start`]; the length must be a multiple of the world size.
     pub fn all_gather(&self, buffer: Buffer) -> Result<Pending> {
         self.start(Request::unlabelled(Collective::AllGather), buffer)
+    }
+
+    /// Lets each rank read the others' slices of `buffer`, of which each fills its own; see [`Gathering`]. `label` says what it
+    /// is, as in a [`Request`].
+    ///
+    /// # Errors
+    /// See [`Communicator::start`]; the length must be a multiple of the world size.
+    pub fn all_gather_reading(
+        &self,
+        buffer: Buffer,
+        label: impl Into<Arc<str>>,
+    ) -> Result<Gathering> {
+        let mut request = Request::new(Collective::AllGather, label);
+        request.in_place = buffer.location() == DeviceLocation::Cpu;
+        let (rank, world_size) = (self.rank(), self.world_size());
+        Ok(Gathering::new(
+            self.start(request, buffer)?,
+            rank,
+            world_size,
+        ))
     }
 
     /// Copies the buffer of `root` to all ranks. `torch.distributed.broadcast`.
@@ -399,7 +433,7 @@ impl Pending {
 
     /// [`wait`](Self::wait), and when the collective was complete, which may be long before anybody asked.
     pub(crate) fn wait_and_when(self) -> (Result<Buffer>, Instant) {
-        let begin = self.clock.as_ref().map(|_| Instant::now());
+        let begin = Instant::now();
         let (buffer, completed) = match self.handle {
             Handle::Shared(pending) => {
                 let buffer = pending.wait();
@@ -411,10 +445,24 @@ impl Pending {
             }
         };
         let now = Instant::now();
-        if let (Some(clock), Some(begin)) = (self.clock, begin) {
+        if let Some(clock) = self.clock {
             clock.add(now - begin);
         }
         (buffer, completed.unwrap_or(now))
+    }
+
+    /// [`wait`](Self::wait), for a [`Gathering`]. Gives itself back where slices cannot be read in place.
+    fn wait_reading(self, read: &mut ReadSlice<'_>) -> std::result::Result<Result<Buffer>, Self> {
+        let pending = match &self.handle {
+            Handle::Shared(pending) if pending.reads_in_place() => pending,
+            _ => return Err(self),
+        };
+        let begin = Instant::now();
+        let buffer = pending.wait_reading(read);
+        if let Some(clock) = &self.clock {
+            clock.add(begin.elapsed());
+        }
+        Ok(buffer)
     }
 }
 

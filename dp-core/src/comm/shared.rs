@@ -10,6 +10,7 @@
 //!
 //! Once as many collectives have been under way as ever will be, nothing is allocated any more.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,10 +18,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::exchange::{Exchange, Hold};
+use super::gathering::ReadSlice;
 use super::rendezvous::{GroupControl, Patience, Payload, Rendezvous, Slot};
 use super::traffic::TrafficCounters;
 use super::{Communicator, Pending, Request, Traffic};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, with_element};
 use crate::error::Result;
 
 /// Creates a group of `world_size` ranks that talk through shared memory.
@@ -114,6 +116,7 @@ impl Communicator for SharedComm {
         Ok(Pending::shared(SharedPending {
             rank: self.rank,
             group: Arc::clone(&self.group),
+            to_read: Cell::new(slot.request.is_read_in_place()),
             hold: Hold::of_rank(slot),
         }))
     }
@@ -159,6 +162,8 @@ pub(super) struct SharedPending {
     rank: usize,
     group: Arc<Group>,
     hold: Hold,
+    /// The others' slices are still to be read by this rank: until it has, their buffers stay with the exchange.
+    to_read: Cell<bool>,
 }
 
 impl SharedPending {
@@ -168,6 +173,45 @@ impl SharedPending {
 
     /// Once: it takes the buffer.
     pub fn wait(&self) -> Result<Buffer> {
+        if self.reads_in_place() {
+            return self.wait_copying();
+        }
+        self.wait_until_done()
+    }
+
+    /// True for a collective that nobody but the ranks themselves can do: each reads the others' slices.
+    pub fn reads_in_place(&self) -> bool {
+        self.hold.request.is_read_in_place()
+    }
+
+    /// Reads the slices of the other ranks where they lie; once, instead of [`wait`](Self::wait).
+    pub fn wait_reading(&self, read: &mut ReadSlice<'_>) -> Result<Buffer> {
+        let (hold, group) = (&self.hold, &self.group);
+        let ready = || hold.is_ready();
+        group.meeting.wait_until(self.rank, hold, ready, || {})?;
+        let outcome = Exchange::read_slices(hold, self.rank, &group.traffic, read);
+        self.has_read();
+        let buffer = self.wait_until_done()?;
+        outcome.map(|()| buffer)
+    }
+
+    /// [`wait`](Self::wait), for a caller that wants the slices in the buffer after all: a communicator around this one.
+    fn wait_copying(&self) -> Result<Buffer> {
+        // The own buffer is the others' to read until all are done.
+        let mut slices = Vec::new();
+        let mut buffer = self.wait_reading(&mut |at, from| {
+            let mut copy = Buffer::zeros(from.dtype(), at.len())?;
+            copy.copy_from(from, at.clone())?;
+            slices.push((at, copy));
+            Ok(())
+        })?;
+        with_element!(buffer.dtype(), T => for (at, copy) in slices {
+            buffer.as_mut_slice::<T>()?[at].copy_from_slice(copy.as_slice()?);
+        });
+        Ok(buffer)
+    }
+
+    fn wait_until_done(&self) -> Result<Buffer> {
         let (hold, group) = (&self.hold, &self.group);
         group.meeting.wait_until(
             self.rank,
@@ -181,8 +225,24 @@ impl SharedPending {
         Ok(buffer.expect("a Pending is waited for once, and only wait takes the buffer"))
     }
 
+    fn has_read(&self) {
+        if self.to_read.replace(false) {
+            self.hold.payload.finish_chunks(1);
+            if self.hold.payload.is_done() {
+                self.group.meeting.wake();
+            }
+        }
+    }
+
     /// When the last chunk was finished, on whichever rank.
     pub fn completed_at(&self) -> Option<Instant> {
         self.hold.payload.completed_at()
+    }
+}
+
+impl Drop for SharedPending {
+    /// Who does not read keeps nobody waiting.
+    fn drop(&mut self) {
+        self.has_read();
     }
 }

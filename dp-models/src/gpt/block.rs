@@ -5,7 +5,7 @@ use candle_nn::{Init, Linear, VarBuilder};
 
 use super::{GptConfig, LAYER_NORM_EPS};
 use crate::init::{self, normal_weight, residual_stdev};
-use crate::layers::{CausalSelfAttention, LayerNorm, linear, linear_gelu};
+use crate::layers::{CausalSelfAttention, LayerNorm, gelu_linear, linear};
 
 /// Weight and bias of a linear layer.
 #[derive(Clone, Debug)]
@@ -53,8 +53,8 @@ impl Block {
     /// `x` `[B T, D]` and a causal mask `[T, T]` to `[B T, D]`.
     pub(super) fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let x = (x + self.attention.forward(&self.ln1.forward(x)?, mask)?)?;
-        let expanded = linear_gelu(&self.ln2.forward(&x)?, &self.fc.weight, &self.fc.bias)?;
-        &x + linear(&expanded, &self.out.weight, Some(&self.out.bias))?
+        let hidden = linear(&self.ln2.forward(&x)?, &self.fc.weight, Some(&self.fc.bias))?;
+        &x + gelu_linear(&hidden, &self.out.weight, &self.out.bias)?
     }
 }
 

@@ -35,6 +35,17 @@ pub(crate) fn gelu_tanh_backward(x: &mut [f32], grad: &[f32]) {
     }
 }
 
+/// [`gelu_tanh`] of `x` to `out`, and [`gelu_tanh_backward`] on `grad`, which becomes the gradient of `x`.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+pub(crate) fn gelu_tanh_both(x: &[f32], grad: &mut [f32], out: &mut [f32]) {
+    for ((x, g), o) in x.iter().zip(grad).zip(out) {
+        let gate = gate(*x);
+        *o = x * gate;
+        let slope = TWICE_SQRT_2_PI * (1.0 + 3.0 * CUBIC * x * x);
+        *g *= gate + x * gate * (1.0 - gate) * slope;
+    }
+}
+
 /// The distribution function of the standard normal, `(1 + erf(x / sqrt(2))) / 2`, exact to 3e-7.
 ///
 /// By `erfc(z)` for `z >= 0` as in Press et al., "Numerical Recipes in C", 2nd edition, section 6.2, whose error is relative:
@@ -92,6 +103,25 @@ pub(crate) fn silu_gated_grad_gate(gate: &[f32], up: &[f32], grad: &[f32], out: 
         let sigmoid = 1.0 / (1.0 + exp(-x));
         // Beyond 88 either factor of the product is 0 in f32, or as small as `exp` gets.
         *o = g * up * (sigmoid * (1.0 + clamp(*x, 88.0) * (1.0 - sigmoid)));
+    }
+}
+
+/// [`silu_gated`] to `product`, and the gradients: [`silu_gated_grad_gate`] to `dgate`, and that of `up`, `grad silu(gate)`, in
+/// place of `grad`.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+pub(crate) fn silu_gated_all(
+    gate: &[f32],
+    up: &[f32],
+    grad: &mut [f32],
+    dgate: &mut [f32],
+    product: &mut [f32],
+) {
+    let inputs = gate.iter().zip(up).zip(grad);
+    for (((x, up), g), (dgate, product)) in inputs.zip(dgate.iter_mut().zip(product)) {
+        let sigmoid = 1.0 / (1.0 + exp(-x));
+        *product = x * sigmoid * up;
+        *dgate = *g * up * (sigmoid * (1.0 + clamp(*x, 88.0) * (1.0 - sigmoid)));
+        *g *= x * sigmoid;
     }
 }
 

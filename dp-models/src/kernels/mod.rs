@@ -16,7 +16,8 @@ mod sixteen_bit;
 mod vector;
 
 pub(crate) use activation::{
-    gelu_erf, gelu_erf_backward, gelu_tanh, gelu_tanh_backward, silu_gated, silu_gated_grad_gate,
+    gelu_erf, gelu_erf_backward, gelu_tanh, gelu_tanh_backward, gelu_tanh_both, silu_gated,
+    silu_gated_all, silu_gated_grad_gate,
 };
 pub(crate) use attention::{Heads, attention_backward, attention_forward};
 pub(crate) use cross_entropy::{cross_entropy_backward, cross_entropy_rows, log_sum_exp};

@@ -1,12 +1,8 @@
 //! Linear layers.
 
-use std::sync::{Mutex, PoisonError};
-
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, bail};
 
-use super::chunks::{ELEMENTS, Output, map};
-use super::gelu::gelu_tanh;
-use super::values::{Numbers, Values, gradient, into_f32, is_fusable, parameter_gradient, round};
+use super::values::{Numbers, Values, gradient, is_fusable, parameter_gradient, round};
 use super::widen::follow;
 use crate::kernels::{self, Mat, matmul};
 
@@ -46,26 +42,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
 }
 
-/// [`gelu_tanh`] of [`linear`], in one node: the first half of a transformer's MLP.
-///
-/// # Errors
-///
-/// As [`linear`].
-pub fn linear_gelu(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let shape = output_shape(x, weight, Some(bias))?;
-    let rows = x.flatten_to(D::Minus2)?;
-    if !is_fusable(&[x, weight, bias]) {
-        return gelu_tanh(&composed(&rows, weight, Some(bias))?)?.reshape(shape);
-    }
-    let op = LinearGelu {
-        shape,
-        before: Mutex::new(None),
-    };
-    rows.contiguous()?
-        .apply_op3(&weight.contiguous()?, &bias.contiguous()?, op)
-}
-
-fn composed(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub(super) fn composed(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let y = rows.matmul(&follow(weight, rows)?.t()?)?;
     match bias {
         Some(bias) => y.broadcast_add(&follow(bias, rows)?),
@@ -73,7 +50,7 @@ fn composed(rows: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
     }
 }
 
-fn output_shape(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Shape> {
+pub(super) fn output_shape(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Shape> {
     let (out, width) = weight.dims2()?;
     let fits =
         x.rank() >= 2 && x.dim(D::Minus1)? == width && bias.is_none_or(|b| b.dims() == [out]);
@@ -90,7 +67,7 @@ fn output_shape(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Sh
 }
 
 /// `y = x weight^T + bias`
-fn forward(
+pub(super) fn forward(
     x: Numbers<'_>,
     weight: Numbers<'_>,
     bias: Option<Numbers<'_>>,
@@ -117,43 +94,66 @@ fn forward(
     y
 }
 
-/// The gradients of `x`, `weight` and `bias`, where they are needed; `grad` is that of `y`.
-fn backward(
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    grad: &[f32],
-) -> Result<[Option<Tensor>; 3]> {
+/// The gradient of `x`, where `grad` is that of `rows` rows of `y`.
+pub(super) fn input_gradient(weight: &Tensor, grad: &[f32], rows: usize) -> Result<Vec<f32>> {
     let (out, width) = weight.dims2()?;
-    let rows = x.dim(0)?;
-    let grad_mat = Mat::new(grad, rows, out);
-    let mut gradients = [None, None, None];
+    let values = Values::of(weight);
+    let mut dx = vec![0f32; rows * width];
+    matmul(
+        &mut dx,
+        width,
+        false,
+        Mat::new(grad, rows, out),
+        Mat::new(&values.numbers()?.to_f32(), out, width),
+        1.0,
+        true,
+    );
+    Ok(dx)
+}
+
+/// The gradient of `weight`, if it needs one.
+pub(super) fn weight_gradient(
+    x: Numbers<'_>,
+    weight: &Tensor,
+    grad: &[f32],
+) -> Result<Option<Tensor>> {
+    if !weight.track_op() {
+        return Ok(None);
+    }
+    let (out, width) = weight.dims2()?;
+    let rows = grad.len() / out.max(1);
+    let mut dw = vec![0f32; out * width];
+    matmul(
+        &mut dw,
+        width,
+        false,
+        Mat::new(grad, rows, out).t(),
+        Mat::new(&x.to_f32(), rows, width),
+        1.0,
+        true,
+    );
+    parameter_gradient(dw, weight)
+}
+
+/// The gradient of `bias`, if it needs one.
+pub(super) fn bias_gradient(bias: &Tensor, grad: &[f32]) -> Result<Option<Tensor>> {
+    if !bias.track_op() {
+        return Ok(None);
+    }
+    let mut db = vec![0f32; bias.elem_count()];
+    kernels::column_sums(grad, &mut db);
+    parameter_gradient(db, bias)
+}
+
+/// The gradients of `x` and `weight`, where they are needed; `grad` is that of `y`.
+fn backward(x: &Tensor, weight: &Tensor, grad: &[f32]) -> Result<[Option<Tensor>; 2]> {
+    let mut dx = None;
     if x.track_op() {
-        let mut dx = vec![0f32; rows * width];
-        let values = Values::of(weight);
-        let wide = values.numbers()?.to_f32();
-        let weight = Mat::new(&wide, out, width);
-        matmul(&mut dx, width, false, grad_mat, weight, 1.0, true);
-        drop(wide);
-        gradients[0] = Some(gradient(round(dx, x.dtype())?, x)?);
+        let values = input_gradient(weight, grad, x.dim(0)?)?;
+        dx = Some(gradient(round(values, x.dtype())?, x)?);
     }
-    if weight.track_op() {
-        let mut dw = vec![0f32; out * width];
-        let values = Values::of(x);
-        let wide = values.numbers()?.to_f32();
-        let x = Mat::new(&wide, rows, width);
-        matmul(&mut dw, width, false, grad_mat.t(), x, 1.0, true);
-        drop(wide);
-        gradients[1] = parameter_gradient(dw, weight)?;
-    }
-    if let Some(bias) = bias
-        && bias.track_op()
-    {
-        let mut db = vec![0f32; out];
-        kernels::column_sums(grad, &mut db);
-        gradients[2] = parameter_gradient(db, bias)?;
-    }
-    Ok(gradients)
+    let values = Values::of(x);
+    Ok([dx, weight_gradient(values.numbers()?, weight, grad)?])
 }
 
 struct Linear {
@@ -186,8 +186,7 @@ impl CustomOp2 for Linear {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
-        let [dx, dw, _] = backward(x, w, None, &Values::of(&grad).numbers()?.to_f32())?;
-        Ok((dx, dw))
+        Ok(backward(x, w, &Values::of(&grad).numbers()?.to_f32())?.into())
     }
 }
 
@@ -224,84 +223,8 @@ impl CustomOp3 for Linear {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
         let grad = Values::of(&grad);
-        Ok(backward(x, w, Some(b), &grad.numbers()?.to_f32())?.into())
-    }
-}
-
-struct LinearGelu {
-    shape: Shape,
-    /// The linear part in the dtype of the result, for the backward pass, which takes it.
-    before: Mutex<Option<CpuStorage>>,
-}
-
-impl LinearGelu {
-    /// The linear part as the backward pass sees it: rounded, as it is kept.
-    fn recompute(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<CpuStorage> {
-        let (x_values, w_values, b_values) = (Values::of(x), Values::of(w), Values::of(b));
-        let sizes = [x.dim(0)?, w.dim(0)?];
-        let (x, bias) = (x_values.numbers()?, b_values.numbers()?);
-        round(
-            forward(x, w_values.numbers()?, Some(bias), sizes),
-            x.dtype(),
-        )
-    }
-}
-
-impl CustomOp3 for LinearGelu {
-    fn name(&self) -> &'static str {
-        "linear-gelu"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        lx: &Layout,
-        w: &CpuStorage,
-        lw: &Layout,
-        b: &CpuStorage,
-        lb: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (x, w, b) = (
-            Numbers::of(x, lx)?,
-            Numbers::of(w, lw)?,
-            Numbers::of(b, lb)?,
-        );
-        let before = forward(x, w, Some(b), [lx.dims()[0], lw.dims()[0]]);
-        let output = Output {
-            dtype: x.dtype(),
-            len: before.len(),
-            chunk: ELEMENTS,
-        };
-        let inputs = [(Numbers::F32(&before), ELEMENTS)];
-        let (y, _) = map(inputs, output, |_, [before], y| {
-            kernels::gelu_tanh(before, y);
-        })?;
-        *self.before.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(round(before, x.dtype())?);
-        Ok((y, self.shape.clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        b: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let kept = self
-            .before
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        let before = match kept {
-            Some(before) => before,
-            // A second backward through the same graph.
-            None => Self::recompute(x, w, b)?,
-        };
-        let mut before = into_f32(before)?;
-        let grad = grad.contiguous()?;
-        kernels::gelu_tanh_backward(&mut before, &Values::of(&grad).numbers()?.to_f32());
-        Ok(backward(x, w, Some(b), &before)?.into())
+        let grad = grad.numbers()?.to_f32();
+        let [dx, dw] = backward(x, w, &grad)?;
+        Ok((dx, dw, bias_gradient(b, &grad)?))
     }
 }

@@ -5,9 +5,9 @@ use candle_nn::init::DEFAULT_KAIMING_NORMAL;
 use candle_nn::{Init, VarBuilder};
 
 use super::chunks::{ELEMENTS, Output, map};
-use super::linear;
 use super::values::{Numbers, Values, gradient, is_fusable};
 use super::widen::widen;
+use super::{linear, silu_gated_linear};
 use crate::kernels;
 
 /// `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`, as `torch.nn.functional.silu(gate) * up`, in one node of the graph.
@@ -110,7 +110,7 @@ impl Module for SwiGlu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let gate = linear(x, &self.gate_proj, None)?;
         let up = linear(x, &self.up_proj, None)?;
-        linear(&silu_gated(&gate, &up)?, &self.down_proj, None)
+        silu_gated_linear(&gate, &up, &self.down_proj)
     }
 }
 

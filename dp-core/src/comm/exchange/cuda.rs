@@ -96,7 +96,7 @@ impl Streams {
     pub fn before_free(&self, berths: &[Berth]) {
         let done = self.done.lock();
         for (berth, left) in berths.iter().zip(&self.left) {
-            let buffer = berth.buffer.lock();
+            let buffer = berth.buffer.read();
             let Some(Ok(memory)) = buffer.as_ref().map(Buffer::cuda) else {
                 continue;
             };
