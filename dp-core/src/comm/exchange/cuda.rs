@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, CudaViewMut, DriverError};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Mutex, RwLockWriteGuard};
 
 use super::{Berth, Exchange};
 use crate::buffer::{Buffer, Element, with_element};
@@ -135,7 +135,7 @@ impl Exchange {
     }
 
     fn run_on_device(&self, rank: usize) -> Result<Arc<CudaEvent>> {
-        let mut buffers: Vec<_> = self.berths.iter().map(|b| b.buffer.lock()).collect();
+        let mut buffers: Vec<_> = self.berths.iter().map(|b| b.buffer.write()).collect();
         check_places(&buffers)?;
         let stream = match &*buffers[rank] {
             Some(buffer) => buffer.cuda()?.stream(),
@@ -156,7 +156,7 @@ impl Exchange {
     fn launch<T: Element>(
         &self,
         kernels: &Kernels,
-        buffers: &mut [MutexGuard<'_, Option<Buffer>>],
+        buffers: &mut [RwLockWriteGuard<'_, Option<Buffer>>],
     ) -> Result<()> {
         let (n, whole) = (buffers.len(), 0..self.len);
         match self.collective {
@@ -180,7 +180,7 @@ impl Exchange {
 
 /// Elements `range` of each rank's buffer.
 fn views<'a, T: Element>(
-    buffers: &'a mut [MutexGuard<'_, Option<Buffer>>],
+    buffers: &'a mut [RwLockWriteGuard<'_, Option<Buffer>>],
     range: &Range<usize>,
 ) -> Result<Vec<CudaViewMut<'a, T>>> {
     let buffers = buffers.iter_mut().filter_map(|buffer| buffer.as_mut());
@@ -190,7 +190,7 @@ fn views<'a, T: Element>(
 }
 
 /// Refuses buffers that no one device reaches.
-fn check_places(buffers: &[MutexGuard<'_, Option<Buffer>>]) -> Result<()> {
+fn check_places(buffers: &[RwLockWriteGuard<'_, Option<Buffer>>]) -> Result<()> {
     let places = || {
         let buffers = buffers.iter().filter_map(|buffer| buffer.as_ref());
         buffers.map(Buffer::location).enumerate()
