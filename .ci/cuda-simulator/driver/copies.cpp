@@ -31,7 +31,7 @@ char *as_pointer(CUdeviceptr at) { return reinterpret_cast<char *>(at); }
 
 // Says where a range is not what it should be.
 bool check(const char *function, CUdeviceptr at, size_t bytes) {
-    if (is_inside(as_pointer(at), bytes)) {
+    if (bytes == 0 || is_inside(as_pointer(at), bytes)) {
         return true;
     }
     warn("%s: %zu bytes at %p are not inside a block of device memory", function, bytes, (void *)as_pointer(at));

@@ -34,9 +34,10 @@ CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream handle) {
     if (!stream) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
+    // Unlike cuMemAlloc it takes this, as cudarc's users have found (github.com/chelsea0x3b/cudarc/issues/194).
     if (bytes == 0) {
-        warn("cuMemAllocAsync: no bytes");
-        return CUDA_ERROR_INVALID_VALUE;
+        *at = 0;
+        return CUDA_SUCCESS;
     }
     char *start = take_block(stream->device, bytes, true);
     if (!start) {
@@ -52,6 +53,9 @@ CUresult cuMemFreeAsync(CUdeviceptr at, CUstream handle) {
     auto stream = find_stream(handle);
     if (!stream) {
         return CUDA_ERROR_INVALID_HANDLE;
+    }
+    if (!at) {
+        return CUDA_SUCCESS;
     }
     char *start = as_pointer(at);
     if (!begin_free(start)) {

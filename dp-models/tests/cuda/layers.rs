@@ -143,7 +143,7 @@ fn attention_of_heads_and_groups() -> Result<()> {
     let (width, heads, kv_heads) = (16, 4, 2);
     let rows = width + 2 * kv_heads * (width / heads);
     let inputs = [
-        random(1, &[2, 7, width]),
+        random(1, &[2 * 7, width]),
         weight(2, rows, width)?,
         random(3, &[rows]),
         weight(4, width, width)?,

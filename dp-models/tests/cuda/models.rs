@@ -122,21 +122,23 @@ fn loss_and_gradients_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Losses follow those of f32 on the CPU as far as rounded weights let them.
+/// Losses follow those of the CPU in the same dtype, as far as roundings in between let them.
 #[test]
 fn decoders_train_in_every_dtype() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for (what, config) in configs() {
-        let single = Model::new(&config, DType::F32, DType::F32, &Device::Cpu)?.train(20, 1.)?;
-        let (first, last) = (single[0], single[19]);
-        assert!(last < 0.8 * first, "{what} learns nothing: {single:?}");
         for (dtype, scale, tolerance) in [
             (DType::F32, 1., 1e-3),
-            (DType::F16, 128., 1e-2),
-            (DType::BF16, 1., 6e-2),
+            (DType::F16, 128., 3e-2),
+            (DType::BF16, 1., 5e-2),
         ] {
-            let losses = Model::new(&config, dtype, dtype, &gpu)?.train(20, scale)?;
-            for (step, (got, want)) in losses.iter().zip(&single).enumerate() {
+            let train = |device| Model::new(&config, dtype, dtype, device)?.train(20, scale);
+            let (losses, expected) = (train(&gpu)?, train(&Device::Cpu)?);
+            assert!(
+                expected[19] < 0.8 * expected[0],
+                "{what} learns nothing: {expected:?}"
+            );
+            for (step, (got, want)) in losses.iter().zip(&expected).enumerate() {
                 assert!(
                     (got - want).abs() <= tolerance * want,
                     "{what} in {dtype:?}, step {step}: {got}, not {want}"
