@@ -4,8 +4,8 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Linear, ModuleT, VarBuilder};
 use dp_models::{
     CausalMask, CausalSelfAttention, Dropout, LayerNorm, RmsNorm, Rotary, RotaryPairs, SwiGlu,
-    attention, cross_entropy, embed, embedding, gelu_erf, gelu_tanh, linear, linear_gelu,
-    silu_gated, softmax,
+    attention, cross_entropy, embed, embedding, gelu_erf, gelu_linear, gelu_tanh, linear,
+    silu_gated, silu_gated_linear, softmax,
 };
 
 use crate::compare::{check, random};
@@ -37,8 +37,8 @@ fn linear_layers() -> Result<()> {
             &inputs[..2],
         )?;
         check(
-            "linear gelu",
-            &|t| linear_gelu(&t[0], &t[1], &t[2]),
+            "gelu linear",
+            &|t| gelu_linear(&t[0], &t[1], &t[2]),
             &inputs,
         )?;
     }
@@ -86,6 +86,18 @@ fn activations() -> Result<()> {
         &|t| gelu_tanh(&t[0].t()?),
         &[random(7, &[5, 7])],
     )
+}
+
+#[test]
+fn gated_linear_layers() -> Result<()> {
+    let (rows, hidden, out) = (17, 33, 5);
+    let inputs = [
+        random(1, &[rows, hidden]),
+        random(2, &[rows, hidden]),
+        weight(3, out, hidden)?,
+    ];
+    let layer = |t: &[Tensor]| silu_gated_linear(&t[0], &t[1], &t[2]);
+    check("silu gated linear", &layer, &inputs)
 }
 
 #[test]

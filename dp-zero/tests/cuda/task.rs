@@ -179,7 +179,10 @@ impl Training {
         let parts = self.task.world_size * self.task.micro_batches;
         let part = self.rank.rank() * self.task.micro_batches + micro_batch;
         let windows = part * 8 / parts..(part + 1) * 8 / parts;
-        let offsets: Vec<usize> = windows.map(|w| 50 * (8 * step + w)).collect();
+        // Long runs go round the text.
+        let num_windows = self.text.num_windows(self.context)?;
+        let offset = |w| 50 * (8 * step + w) % num_windows;
+        let offsets: Vec<usize> = windows.map(offset).collect();
         let (inputs, targets) = self
             .text
             .batch(&offsets, self.context, self.rank.device())?;
