@@ -80,7 +80,7 @@ impl Model {
             let grads = (&loss * scale)?.backward()?;
             for var in self.vars.all_vars() {
                 let grad = grads.get(&var).expect("every parameter is used");
-                var.set(&(var.as_tensor() - (grad * (0.1 / scale))?)?)?;
+                var.set(&(var.as_tensor() - (grad * (0.03 / scale))?)?)?;
             }
             loss.to_scalar::<f32>()
         };
@@ -128,14 +128,14 @@ fn decoders_train_in_every_dtype() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for (what, config) in configs() {
         for (dtype, scale, tolerance) in [
-            (DType::F32, 1., 1e-3),
-            (DType::F16, 128., 3e-2),
-            (DType::BF16, 1., 5e-2),
+            (DType::F32, 1., 1e-5),
+            (DType::F16, 128., 1e-3),
+            (DType::BF16, 1., 4e-3),
         ] {
             let train = |device| Model::new(&config, dtype, dtype, device)?.train(20, scale);
             let (losses, expected) = (train(&gpu)?, train(&Device::Cpu)?);
             assert!(
-                expected[19] < 0.8 * expected[0],
+                expected[19] < 0.9 * expected[0],
                 "{what} learns nothing: {expected:?}"
             );
             for (step, (got, want)) in losses.iter().zip(&expected).enumerate() {
