@@ -12,7 +12,12 @@ use crate::support::{Numbers, failing_ranks, ranks_of, world};
 
 pub const TESTS: &[Test] = &[
     ("collectives: the bits of the host", same_bits),
-    ("collectives: many at a time, in order", many_at_a_time),
+    ("collectives: many at a time, in order", || {
+        many_at_a_time(true)
+    }),
+    ("collectives: the same, where cudarc orders nothing", || {
+        many_at_a_time(false)
+    }),
     (
         "collectives: buffers on host and device do not mix",
         mixed_places,
@@ -20,6 +25,10 @@ pub const TESTS: &[Test] = &[
     (
         "collectives: dropped and failed ones free their memory",
         dropped,
+    ),
+    (
+        "collectives: dropped ones are freed behind their kernels",
+        dropped_at_once,
     ),
 ];
 
@@ -115,26 +124,34 @@ fn same_bits() {
     }
 }
 
-/// Each rank's stream is still busy when its buffer is left, and the results are used at once.
-fn many_at_a_time() {
-    let sums = ranks_of(gpu_world(4), |rank| {
-        let len = 1 << 20;
-        let mut pending = Vec::new();
-        for i in 0..20 {
-            // Ranks are late by turns.
-            if i % 4 == rank.rank() {
-                std::thread::sleep(std::time::Duration::from_millis(2));
-            }
-            let x = buffer(
-                &vec![(rank.rank() + i) as f32; len],
-                DType::F32,
-                rank.device(),
-            )?;
-            pending.push(rank.comm().all_reduce(x, ReduceOp::Sum)?);
+/// Each rank's stream is still busy when its buffer is left, and the results are used at once. `tracked`: cudarc's slices carry events
+/// of their own, which order some of it, too.
+fn many_at_a_time(tracked: bool) {
+    let sums = ranks_of(gpu_world(4), move |rank| {
+        if !tracked {
+            untracked(&rank)?;
         }
-        let mut total = Buffer::zeros_on(DType::F32, len, rank.device())?;
-        for p in pending {
-            total.add_from(&p.wait()?, 0..len)?;
+        let len = 1 << 18;
+        let on_device = |value: f32| buffer(&vec![value; len], DType::F32, rank.device());
+        // The host waits for these, and for nothing that comes later.
+        let (zeros, mut busy, mut total) = (on_device(0.0)?, on_device(0.0)?, on_device(0.0)?);
+        let mine = (0..20).map(|i| on_device((rank.rank() + i) as f32));
+        let mine = mine.collect::<Result<Vec<_>>>()?;
+        let mut pending = Vec::new();
+        for (i, mine) in mine.iter().enumerate() {
+            // By turns, one rank's stream is far behind when the others start the collective.
+            if i % 4 == rank.rank() {
+                (0..20).try_for_each(|_| busy.add_from(&zeros, 0..len))?;
+            }
+            let mut x = Buffer::zeros_on(DType::F32, len, rank.device())?;
+            x.add_from(mine, 0..len)?;
+            pending.push(rank.comm().all_reduce(x, ReduceOp::Sum)?);
+            // Some are waited for at once, some are many at a time.
+            if i < 10 || i == 19 {
+                for p in pending.drain(..) {
+                    total.add_from(&p.wait()?, 0..len)?;
+                }
+            }
         }
         total.to_vec::<f32>()
     });
@@ -183,4 +200,32 @@ fn dropped() {
     });
     assert!(error.to_string().contains("rank 1 gives up"), "{error}");
     ranks_of(gpu_world(2), |rank| rank.comm().barrier());
+}
+
+/// Nobody takes the buffers, and cudarc orders nothing: only the communicator knows when they may be freed.
+fn dropped_at_once() {
+    ranks_of(gpu_world(4), |rank| {
+        untracked(&rank)?;
+        let len = 1 << 18;
+        for i in 0..20 {
+            let x = buffer(&vec![1.0; len], DType::F32, rank.device())?;
+            let mut busy = Buffer::zeros_on(DType::F32, len, rank.device())?;
+            if i % 4 != rank.rank() {
+                drop(rank.comm().all_reduce(x, ReduceOp::Sum)?);
+                continue;
+            }
+            // By turns, one rank comes last and waits, so the kernels are on its stream, which is far behind.
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            (0..100).try_for_each(|_| busy.fill_zero(0..len))?;
+            let sum = rank.comm().all_reduce(x, ReduceOp::Sum)?.wait()?;
+            assert_eq!(sum.to_vec::<f32>()?[len - 1], 4.0);
+        }
+        rank.comm().barrier()
+    });
+}
+
+fn untracked(rank: &Rank) -> Result<()> {
+    // SAFETY: collectives promise to order what ranks do with their buffers, and a rank uses one stream.
+    unsafe { rank.device().as_cuda_device()?.disable_event_tracking() };
+    Ok(())
 }
