@@ -4,8 +4,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Linear, ModuleT, VarBuilder};
 use dp_models::{
     CausalMask, CausalSelfAttention, Dropout, LayerNorm, RmsNorm, Rotary, RotaryPairs, SwiGlu,
-    attention, cross_entropy, embed, embedding, gelu_erf, gelu_tanh, linear, linear_gelu,
-    silu_gated, softmax,
+    attention, cross_entropy, embed, embedding, gelu_erf, gelu_tanh, linear, silu_gated, softmax,
 };
 
 use crate::compare::{check, random};
@@ -35,11 +34,6 @@ fn linear_layers() -> Result<()> {
             "linear, no bias",
             &|t| linear(&t[0], &t[1], None),
             &inputs[..2],
-        )?;
-        check(
-            "linear gelu",
-            &|t| linear_gelu(&t[0], &t[1], &t[2]),
-            &inputs,
         )?;
     }
     let inputs = [random(1, &[4, 3, 5]), weight(2, 7, 5)?, random(3, &[7])];
