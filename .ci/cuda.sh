@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The features `cuda` and `nccl` on a machine without a GPU: clippy looks at the code, NVIDIA's NVRTC compiles the kernels, and the tests
-# run on the CUDA simulator (.ci/cuda-simulator/README.md). On a GPU: .ci/gpu-check.sh.
+# run, if asked for, on the CUDA simulator (.ci/cuda-simulator/README.md). On a GPU: .ci/gpu-check.sh.
 # .ci/run calls it; by itself, run it from anywhere.
 
 set -euo pipefail
@@ -29,6 +29,12 @@ cargo clippy --workspace --all-targets --features cuda,nccl -- -D warnings
 
 step "tests of the simulator"
 .ci/cuda-simulator/tests/run.sh "$target/cuda/toolkit/include" "$target/cuda/simulator"
+
+# A quarter of an hour, so it is asked for.
+if [[ -z ${CUDA_SIMULATOR_TESTS:-} ]]; then
+    echo "SKIPPED: the tests of CUDA and NCCL on the simulator; CUDA_SIMULATOR_TESTS=1 .ci/cuda.sh runs them"
+    exit
+fi
 
 step "tests with the features cuda and nccl, on the simulator"
 # Programs that share a GPU are there to be late: the second time, each piece of work on a stream begins late.
