@@ -7,7 +7,7 @@ use dp_core::comm::Pending;
 use dp_core::memory::Category;
 use dp_core::{Buffer, Communicator, Ledger, ReduceOp, Result};
 
-use crate::support::expect_error;
+use crate::support::{expect_error, wait_until_freed};
 
 /// Checks it; all ranks must call it.
 pub fn holds(comm: &dyn Communicator) -> Result<()> {
@@ -48,15 +48,7 @@ fn dropped_collectives_serve_the_others_and_free_their_buffers(
         }
     }
     // Done on all ranks when all have come to the end of it.
-    let start = Instant::now();
-    while ledger.current().communication > 0 {
-        assert!(
-            start.elapsed() < Duration::from_secs(5),
-            "{:?}",
-            ledger.current()
-        );
-        comm.progress();
-    }
+    wait_until_freed(&ledger, || comm.progress());
     comm.barrier()
 }
 

@@ -12,6 +12,7 @@ mod contract;
 // They have tests of their own, which need the harness that this program has not.
 #[allow(dead_code, unused_imports)]
 mod oracle;
+mod spoiled;
 #[allow(dead_code)]
 mod support;
 
@@ -21,7 +22,6 @@ use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use candle_nn::Module;
-use dp_core::comm::{Collective, Request};
 use dp_core::{
     AdamW, Buffer, DistributedDataParallel, Error, ParamStore, Rank, ReduceOp, Result, Trainer,
     World,
@@ -30,9 +30,6 @@ use half::{bf16, f16};
 use oracle::{Sample, everything, mixture};
 use sha2::{Digest, Sha256};
 use support::{Numbers, expect_error};
-
-/// The deadline of a collective where a rank is to miss it.
-const SHORT: Duration = Duration::from_secs(3);
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -168,47 +165,13 @@ fn contract() -> Result<()> {
     Ok(())
 }
 
-/// Ten collectives, of which rank 1 spoils the fifth. Prints what `World::run` says.
+/// Prints what `World::run` says.
 fn fail(how: &str) -> Result<()> {
-    let world = world(1)?.with_timeout(SHORT);
-    if how == "late" && world.ranks_here().contains(&1) {
-        std::thread::sleep(Duration::from_secs(60));
-    }
-    let result: Result<()> = world.run(|rank| {
-        let comm = rank.comm();
-        for i in 0..10 {
-            // In flight when rank 1 fails.
-            let large = comm.all_reduce(Buffer::from_vec(vec![1f32; 300_000]), ReduceOp::Sum)?;
-            let label = match (i, rank.rank(), how) {
-                (4, 1, "error") => return Err(Error::invalid("test", "rank 1 gives up")),
-                (4, 1, "panic") => panic!("rank 1 has had enough"),
-                (4, 1, "early") => return Ok(()),
-                (4, 1, "killed") => signal("KILL"),
-                (4, 1, "stopped") => signal("STOP"),
-                (4, 1, "mismatch") => "other bucket",
-                _ => "bucket",
-            };
-            let buffer = Buffer::from_vec(vec![1f32; 10]);
-            let request = Request::new(Collective::AllReduce(ReduceOp::Sum), label);
-            comm.start(request, buffer)?.wait()?;
-            large.wait()?;
-        }
-        Ok(())
-    });
+    let world = world(1)?.with_timeout(spoiled::TIMEOUT);
+    let result = spoiled::run(&world, how);
     if result.is_err() {
         // Nothing can be done in this process any more, and it says so.
         expect_error(world.run(|_| Ok::<_, Error>(())), &["has failed"]);
     }
     result
-}
-
-fn signal(name: &str) -> &'static str {
-    let pid = std::process::id().to_string();
-    let status = std::process::Command::new("kill")
-        .args(["-s", name, &pid])
-        .status();
-    assert!(status.is_ok_and(|s| s.success()), "kill works");
-    // The signal may take a moment.
-    std::thread::sleep(Duration::from_secs(1));
-    "bucket"
 }

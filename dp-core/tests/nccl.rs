@@ -20,6 +20,7 @@ mod processes;
 mod rank;
 #[path = "nccl/results.rs"]
 mod results;
+mod spoiled;
 #[allow(dead_code)]
 mod support;
 

@@ -1,10 +1,10 @@
 use std::process::Command;
 use std::sync::{Arc, Mutex, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 use candle_nn::{Init, VarBuilder};
-use dp_core::{Backend, Error, ParamStore, Rank, Result, World, WorldError};
+use dp_core::{Backend, Error, Ledger, ParamStore, Rank, Result, World, WorldError};
 
 /// The longest that a whole test of ranks may take before it counts as a hang.
 pub const HANG: Duration = Duration::from_secs(30);
@@ -213,5 +213,15 @@ impl Numbers {
         let v = self.floats(shape.elem_count());
         Tensor::from_vec(v, shape, &candle_core::Device::Cpu)
             .expect("as many values as the shape has")
+    }
+}
+
+/// Waits until no collective keeps memory of `ledger` any more, with a deadline; `between` two looks.
+pub fn wait_until_freed(ledger: &Ledger, between: impl Fn()) {
+    let start = Instant::now();
+    while ledger.current().communication > 0 {
+        let left = ledger.current();
+        assert!(start.elapsed() < Duration::from_secs(5), "{left:?}");
+        between();
     }
 }

@@ -13,6 +13,8 @@ mod failure;
 /// Collectives against values computed by hand: results, bytes, what is refused.
 mod comm;
 
+mod gathering;
+
 /// Collectives of the shared-memory backend against the naive one, bit by bit: every dtype, many lengths, delays.
 mod oracle;
 

@@ -100,7 +100,7 @@ impl Block {
     fn gpt2(config: &GptConfig, node: Node) -> Self {
         let width = config.width as u64;
         let moments = [
-            node.gelu_linear(4 * width, width),
+            node.activated_linear(4 * width, width, 1),
             node.linear(width, 4 * width),
             node.linear(width, width),
             node.attention(width, 3 * width),
@@ -118,7 +118,7 @@ impl Block {
         let qkv = (heads * (config.width / config.heads)) as u64;
         let one_hidden = node.size * node.rows * hidden;
         let moments = [
-            node.silu_gated_linear(hidden, width),
+            node.activated_linear(hidden, width, 2),
             // The gradient of the other one waits.
             node.linear(width, hidden) + one_hidden,
             node.linear(width, width),
@@ -177,18 +177,8 @@ impl Node {
         size * y + computing_x.max(computing_weight).max(adding)
     }
 
-    /// [`linear`](Self::linear) of a gelu, whose argument is widened, and which is computed once more, both in f32, beside its
-    /// gradient.
-    fn gelu_linear(self, input: u64, output: u64) -> u64 {
-        self.activated_linear(input, output, 1)
-    }
-
-    /// [`linear`](Self::linear) of a gated product of two arguments.
-    fn silu_gated_linear(self, input: u64, output: u64) -> u64 {
-        self.activated_linear(input, output, 2)
-    }
-
-    /// [`linear`](Self::linear) of a function of `arguments` tensors `[R, input]`.
+    /// [`linear`](Self::linear) of a function of `arguments` tensors `[R, input]`, which are widened, and of which it is computed once
+    /// more, in f32, beside their gradients.
     fn activated_linear(self, input: u64, output: u64, arguments: u64) -> u64 {
         let Self { rows, size } = self;
         let (x, y, weight) = (rows * input, rows * output, input * output);

@@ -96,7 +96,7 @@ impl Payload for Exchange {
         self.chunks_per_slice = len.div_ceil(world_size).div_ceil(self.chunk_len);
         self.num_chunks = self.chunks_per_slice * world_size;
         *self.next_chunk.get_mut() = 0;
-        if request.is_read_in_place() {
+        if request.in_place {
             // One for each rank, which it claims by its reading.
             self.num_chunks = world_size;
             *self.next_chunk.get_mut() = world_size;

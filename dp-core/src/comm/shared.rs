@@ -116,7 +116,7 @@ impl Communicator for SharedComm {
         Ok(Pending::shared(SharedPending {
             rank: self.rank,
             group: Arc::clone(&self.group),
-            to_read: Cell::new(slot.request.is_read_in_place()),
+            to_read: Cell::new(slot.request.in_place),
             hold: Hold::of_rank(slot),
         }))
     }
@@ -181,7 +181,7 @@ impl SharedPending {
 
     /// True for a collective that nobody but the ranks themselves can do: each reads the others' slices.
     pub fn reads_in_place(&self) -> bool {
-        self.hold.request.is_read_in_place()
+        self.hold.request.in_place
     }
 
     /// Reads the slices of the other ranks where they lie; once, instead of [`wait`](Self::wait).
