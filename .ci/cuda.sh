@@ -37,8 +37,8 @@ if [[ -z ${CUDA_SIMULATOR_TESTS:-} ]]; then
 fi
 
 step "tests with the features cuda and nccl, on the simulator"
-# Programs that share a GPU are there to be late: the second time, each piece of work on a stream begins late.
+# The second time each piece of work on a stream begins late; with those tests alone, since that takes its time.
 cargo test --workspace --features cuda,nccl --lib --test cuda
-CUDA_SIMULATOR_DELAY_US=100 cargo test --workspace --features cuda,nccl --test cuda
+CUDA_SIMULATOR_DELAY_US=100 cargo test --workspace --features cuda,nccl --test cuda -- collectives training repeated
 
 .ci/nccl.sh
