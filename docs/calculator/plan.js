@@ -14,6 +14,7 @@ const dpPlan = (() => {
     // BucketCaps::default, in bytes.
     const FIRST_CAP = 1n << 20n;
     const DEFAULT_CAP = 25n << 20n;
+    const LEAST_BUCKETS = 8n;
 
     const ceilDiv = (a, b) => (a + b - 1n) / b;
     const sum = (numbers) => numbers.reduce((a, b) => a + b, 0n);
@@ -34,6 +35,9 @@ const dpPlan = (() => {
             sentDtype: communicationDtype ?? gradDtype,
         };
     }
+
+    // BucketCaps::fit, of the default caps.
+    const defaultCap = (gradientBytes) => max(FIRST_CAP, min(DEFAULT_CAP, gradientBytes / LEAST_BUCKETS));
 
     // BucketLayout::new: padded lengths. Parameters fill buckets in reverse creation order, up to a cap in bytes of gradients.
     function bucketLayout(params, gradSize, cap, ranks) {
@@ -82,7 +86,8 @@ const dpPlan = (() => {
         const bytes = bytesPerElement(settings);
         const params = dpModels.params(model);
         const elements = sum(params.map((p) => p.elements));
-        const buckets = bucketLayout(params, bytes.gradient, settings.bucketCap ?? DEFAULT_CAP, settings.ranks);
+        const cap = settings.bucketCap ?? defaultCap(elements * bytes.gradient);
+        const buckets = bucketLayout(params, bytes.gradient, cap, settings.ranks);
         const layout = { numBuckets: BigInt(buckets.length), padded: sum(buckets), longest: buckets.reduce((a, b) => max(a, b)) };
         return {
             bytes,

@@ -4,8 +4,9 @@
 //! up to a cap; each dtype has its own. Each bucket is padded to a multiple of the world size `N`, and slice `r` of every bucket,
 //! `[r * padded_len / N, (r+1) * padded_len / N)`, belongs to rank `r` where state is sharded; parameter boundaries do
 //! not matter. This is Megatron-LM's distributed-optimizer layout; caps are those of PyTorch's
-//! `DistributedDataParallel` (`bucket_cap_mb` 25, first bucket 1 MiB).
+//! `DistributedDataParallel` (`bucket_cap_mb` 25, first bucket 1 MiB), less for small models.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -21,19 +22,27 @@ use crate::precision::{GradAccumDType, has_master};
 pub struct BucketCaps {
     first: usize,
     rest: usize,
+    /// See [`BucketCaps::fit`].
+    fits: bool,
 }
 
 impl Default for BucketCaps {
-    /// 1 MiB for the first bucket, so that communication starts early; 25 MiB for the others.
+    /// 1 MiB for the first bucket, so that communication starts early. For the others 25 MiB, or an eighth of all gradients
+    /// if that is less, but not below 1 MiB: in one or two buckets a small model would have nothing to overlap, and the two
+    /// transient buckets of ZeRO stage 2 would be larger than the gradients that it spares.
     fn default() -> Self {
         Self {
             first: 1 << 20,
             rest: 25 << 20,
+            fits: true,
         }
     }
 }
 
 impl BucketCaps {
+    /// A bucket holds at most this part of all gradients, unless caps are given.
+    const LEAST_BUCKETS: usize = 8;
+
     /// All buckets up to `bytes`; the first one at most 1 MiB.
     ///
     /// # Errors
@@ -59,7 +68,25 @@ impl BucketCaps {
                 "a bucket holds at least one byte, got 0",
             ));
         }
-        Ok(Self { first, rest })
+        Ok(Self {
+            first,
+            rest,
+            fits: false,
+        })
+    }
+
+    /// The caps of a model with `bytes` of gradients: the default ones may be less, given ones stay as they are.
+    #[must_use]
+    pub fn fit(self, bytes: usize) -> Self {
+        let rest = match self.fits {
+            true => (bytes / Self::LEAST_BUCKETS).clamp(self.first, self.rest),
+            false => self.rest,
+        };
+        Self {
+            rest,
+            fits: false,
+            ..self
+        }
     }
 
     /// Cap of the first bucket, in bytes.
@@ -67,9 +94,19 @@ impl BucketCaps {
         self.first
     }
 
-    /// Cap of the other buckets, in bytes.
+    /// Cap of the other buckets, in bytes; of the default caps before they are [fit](Self::fit): at most.
     pub fn rest(&self) -> usize {
         self.rest
+    }
+}
+
+impl fmt::Display for BucketCaps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} and {} bytes", self.first, self.rest)?;
+        match self.fits {
+            true => write!(f, " or 1/{} of the gradients", Self::LEAST_BUCKETS),
+            false => Ok(()),
+        }
     }
 }
 
@@ -154,6 +191,7 @@ pub struct Segment {
 #[derive(Debug, Clone)]
 pub struct BucketLayout {
     buckets: Vec<Bucket>,
+    caps: BucketCaps,
     world_size: usize,
     /// Bucket and slot of each parameter; `None` for what is not trained.
     places: Vec<Option<(usize, usize)>>,
@@ -174,8 +212,12 @@ impl BucketLayout {
         grad_accum: GradAccumDType,
         world_size: usize,
     ) -> Self {
+        let trained = params.iter().filter(|p| p.kind == ParamKind::Trained);
+        let bytes = |p: &ParamSpec| p.num_elements() * grad_accum.of(p.dtype).size_in_bytes();
+        let caps = caps.fit(trained.map(bytes).sum());
         let mut layout = Self {
             buckets: Vec::new(),
+            caps,
             world_size,
             places: vec![None; params.len()],
             prefix: String::new(),
@@ -260,6 +302,11 @@ impl BucketLayout {
     /// The buckets, in the order in which they are reduced.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
+    }
+
+    /// The size limits, [fit](BucketCaps::fit) to the model.
+    pub fn caps(&self) -> BucketCaps {
+        self.caps
     }
 
     /// Number of ranks the padding is for.

@@ -66,12 +66,8 @@ pub struct EngineConfig {
 impl EngineConfig {
     /// What must be the same on all ranks, in words.
     pub(crate) fn shared(&self) -> Vec<(&'static str, String)> {
-        let caps = self.bucket_caps;
         vec![
-            (
-                "bucket_caps",
-                format!("{} and {} bytes", caps.first(), caps.rest()),
-            ),
+            ("bucket_caps", self.bucket_caps.to_string()),
             ("broadcast_buffers", self.broadcast_buffers.to_string()),
             ("unused_parameters", format!("{:?}", self.unused_parameters)),
             ("non_finite", format!("{:?}", self.non_finite)),

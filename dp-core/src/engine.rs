@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 use sha2::{Digest, Sha256};
 
 use crate::agreement::Agreement;
-use crate::bucket::{Bucket, BucketCaps, BucketLayout};
+use crate::bucket::{Bucket, BucketLayout};
 use crate::buffer::Buffer;
 use crate::comm::{Communicator, TimedComm};
 use crate::config::{EngineConfig, UnusedParameters};
@@ -81,7 +81,6 @@ pub struct Engine<O: Optimizer> {
     /// Buffers to broadcast after each step, in canonical order.
     pub(crate) buffers: Vec<usize>,
     window: Window,
-    pub(crate) bucket_caps: BucketCaps,
     pub(crate) clipping: Option<Clipping>,
     pub(crate) steps: u64,
     pub(crate) warned_unused: bool,
@@ -222,7 +221,6 @@ impl<O: Optimizer> Engine<O> {
             states,
             buffers,
             window: Window::Empty,
-            bucket_caps: config.bucket_caps,
             clipping: None,
             steps: 0,
             warned_unused: false,

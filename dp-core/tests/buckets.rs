@@ -102,38 +102,46 @@ fn c09_caps_of_zero_are_refused_by_name() {
     expect_error(BucketCaps::with_first(100, 0), &["bucket_cap", "0"]);
 }
 
+fn params_per_bucket(lens: &[(usize, bool)], caps: BucketCaps) -> Vec<usize> {
+    let layout = layout_of(lens, caps);
+    layout.buckets().iter().map(|b| b.slots.len()).collect()
+}
+
+fn layout_of(lens: &[(usize, bool)], caps: BucketCaps) -> BucketLayout {
+    let params = params(lens).expect("new names");
+    let (order, accum): (Vec<usize>, _) = ((0..params.len()).collect(), GradAccumDType::F32);
+    BucketLayout::new(&ParamSpec::of_all(&params), &order, caps, accum, 2)
+}
+
+/// 1 MiB, then an eighth of all gradients that are trained, from 1 to 25 MiB.
 #[test]
-fn the_default_caps_are_1_and_25_mib() {
+fn the_default_caps_fit_the_model() {
+    let count = |lens: &[(usize, bool)]| params_per_bucket(lens, BucketCaps::default());
+    let half_mib = 1 << 17;
+    // An eighth of 3 MiB is less than 1 MiB.
+    assert_eq!(count(&[(half_mib, false); 6]), [2, 2, 2]);
+    // An eighth of 32 MiB; the frozen ones do not count.
+    let eighths = [2, 8, 8, 8, 8, 8, 8, 8, 6];
+    assert_eq!(count(&[(half_mib, false); 64]), eighths);
+    let half_frozen: Vec<_> = (0..128).map(|i| (half_mib, i % 2 == 0)).collect();
+    assert_eq!(count(&half_frozen), eighths);
+    // An eighth of 260 MiB is more than 25 MiB.
+    let sizes = [&[1][..], &[5; 10], &[1]].concat();
+    assert_eq!(count(&[(10 * half_mib, false); 52]), sizes);
+    let layout = layout_of(&[(half_mib, false); 64], BucketCaps::default());
+    let fit = BucketCaps::new(4 << 20).expect("positive");
+    assert_eq!(layout.caps(), fit, "this is in the manifest");
+}
+
+#[test]
+fn given_caps_stay_as_they_are() {
     // 0.6 MiB each: one fits in the first bucket, 41 in the second, the rest in the third.
-    let params = params(&[(157_286, false); 44]).expect("new names");
-    let order: Vec<usize> = (0..params.len()).collect();
-    let count = |caps| {
-        let layout = BucketLayout::new(
-            &ParamSpec::of_all(&params),
-            &order,
-            caps,
-            GradAccumDType::F32,
-            2,
-        );
-        layout
-            .buckets()
-            .iter()
-            .map(|b| b.slots.len())
-            .collect::<Vec<_>>()
+    let count = |caps: Result<BucketCaps>| {
+        params_per_bucket(&[(157_286, false); 44], caps.expect("positive"))
     };
-    assert_eq!(count(BucketCaps::default()), [1, 41, 2]);
-    assert_eq!(
-        count(BucketCaps::new(25 << 20).expect("positive")),
-        [1, 41, 2]
-    );
-    assert_eq!(
-        count(BucketCaps::with_first(25 << 20, 25 << 20).expect("positive")),
-        [41, 3]
-    );
-    assert_eq!(
-        count(BucketCaps::new(usize::MAX).expect("positive")),
-        [1, 43]
-    );
+    assert_eq!(count(BucketCaps::new(25 << 20)), [1, 41, 2]);
+    assert_eq!(count(BucketCaps::with_first(25 << 20, 25 << 20)), [41, 3]);
+    assert_eq!(count(BucketCaps::new(usize::MAX)), [1, 43]);
 }
 
 #[test]

@@ -55,6 +55,7 @@ const THREADS: &[Test] = &[
     ("threads: many in flight", || {
         on_threads(behaviour::in_flight)
     }),
+    ("threads: overlap", || on_threads(behaviour::overlaps)),
     ("threads: training", || on_threads(behaviour::train)),
 ];
 

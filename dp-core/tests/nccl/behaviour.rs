@@ -47,6 +47,26 @@ pub fn in_flight(rank: &Rank) -> Result<()> {
     Ok(())
 }
 
+/// A reduction ends while the GPU still computes what came onto Candle's stream after it: it has a stream of its own.
+pub fn overlaps(rank: &Rank) -> Result<()> {
+    let device = rank.device().as_cuda_device()?;
+    let ones = || on_gpu(rank, &[1.0; 1000], DType::F32);
+    // The first one connects the ranks.
+    rank.comm().all_reduce(ones()?, ReduceOp::Sum)?.wait()?;
+    let work = Tensor::zeros(8 << 20, DType::F32, rank.device())?;
+    rank.device().synchronize()?;
+    let reduction = rank.comm().all_reduce(ones()?, ReduceOp::Sum)?;
+    for _ in 0..100 {
+        let _ = work.affine(1.0, 1.0)?;
+    }
+    let computed = device.cuda_stream().record_event(None).expect("an event");
+    let reduced = reduction.wait()?;
+    assert!(!computed.is_complete(), "the reduction came after the work");
+    let sums = floats(&reduced)?;
+    assert!(sums.iter().all(|v| *v == rank.world_size() as f32));
+    Ok(())
+}
+
 /// Reductions during backward, and an update behind them: all ranks end with the same parameters, and have learnt.
 pub fn train(rank: &Rank) -> Result<()> {
     let store = ParamStore::new(rank.device()).with_seed(3);

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 pub struct ZeroSection {
     /// What is sharded over the ranks: 0 nothing (plain data parallelism), 1 optimizer state, 2 optimizer state and gradients. DeepSpeed's 3 is not there yet.
     pub stage: u64,
-    /// Elements of gradients that are reduced at a time, the size of a bucket. Left out: 25 MiB of gradients, the first bucket 1 MiB, as in PyTorch. (DeepSpeed: 5e8 elements.)
+    /// Elements of gradients that are reduced at a time, the size of a bucket. Left out: 25 MiB of gradients, the first bucket 1 MiB, as in PyTorch; or an eighth of all gradients if that is less, but at least 1 MiB. (DeepSpeed: 5e8 elements.)
     pub reduce_bucket_size: Option<u64>,
     /// Elements of parameters that are gathered at a time. Parameters are gathered by the buckets in which gradients are reduced, so it must not be below `reduce_bucket_size`; given alone, it is the size of both.
     pub allgather_bucket_size: Option<u64>,

@@ -136,6 +136,7 @@ impl Report {
     /// `runs`: per variant, its runs.
     pub fn new(job: &Job, provenance: Provenance, runs: &[Vec<Run>]) -> Self {
         let options = &job.options;
+        let bucket_caps = job.bucket_caps.fit(4 * job.model.num_params());
         let first = &runs[0][0];
         let bits = |run: &Run| run.losses.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
         let rows = job.variants.iter().zip(runs);
@@ -176,7 +177,7 @@ impl Report {
                 beta2: options.beta2,
                 eps: options.eps,
                 seed: options.seed,
-                bucket_cap_bytes: [job.bucket_caps.first(), job.bucket_caps.rest()],
+                bucket_cap_bytes: [bucket_caps.first(), bucket_caps.rest()],
                 text_bytes: job.text.len(),
             },
             provenance,

@@ -12,18 +12,19 @@
 
 #[cfg(feature = "nccl")]
 mod bandwidth;
+mod measurement;
 mod optimizer;
 mod programs;
 mod report;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
 
 use candle_core::Device;
 use clap::Parser;
 use dp_examples::closed_pipe;
 
+use measurement::Measurement;
 use programs::Programs;
 use report::Report;
 
@@ -43,6 +44,12 @@ struct Options {
     /// Seconds for everything; what does not fit is left out, and said
     #[arg(long, default_value_t = 290)]
     budget: u64,
+    /// Seconds that one program may take
+    #[arg(long, default_value_t = 90)]
+    longest: u64,
+    /// Only this measurement, in this process; the check starts itself again for each
+    #[arg(long, value_enum)]
+    measure: Option<Measurement>,
 }
 
 /// There is no GPU.
@@ -58,7 +65,11 @@ fn main() -> ExitCode {
             return ExitCode::from(NO_GPU);
         }
     };
-    match check(&options, num_gpus) {
+    let outcome = match options.measure {
+        Some(measurement) => measurement.print(num_gpus).map(|()| true),
+        None => check(&options, num_gpus),
+    };
+    match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -76,8 +87,7 @@ fn count_gpus() -> Result<usize, candle_core::Error> {
 }
 
 fn check(options: &Options, num_gpus: usize) -> anyhow::Result<bool> {
-    let deadline = Instant::now() + Duration::from_secs(options.budget);
-    let programs = Programs::new(options.programs.clone(), &options.out, deadline)?;
+    let programs = Programs::new(options)?;
     let mut report = Report::default();
     println!("{}", programs.machine());
     println!("{num_gpus} GPUs");
@@ -98,7 +108,7 @@ fn check(options: &Options, num_gpus: usize) -> anyhow::Result<bool> {
         let name = format!("memory per card, {ranks} ranks on one GPU");
         report.add(programs.run(&name, "memory-per-card", &arguments));
     }
-    optimizer::compare(&programs, options, &mut report);
+    report.add_all(optimizer(&programs, options));
     report.add_all(training(&programs, options));
     if num_gpus > 1 {
         several_gpus(&programs, num_gpus, &mut report);
@@ -110,6 +120,17 @@ fn check(options: &Options, num_gpus: usize) -> anyhow::Result<bool> {
     std::fs::write(&path, serde_json::to_string_pretty(&report.rows)?)?;
     println!("logs and reports are in {}", options.out.display());
     Ok(report.is_good())
+}
+
+/// An optimizer step, ours and PyTorch's.
+fn optimizer(programs: &Programs, options: &Options) -> Vec<report::Row> {
+    let elements = optimizer::ELEMENTS.to_string();
+    let name = format!("AdamW step, {elements} elements of f32");
+    let arguments = ["adamw_step.py", "--elements", &elements];
+    vec![
+        programs.measure(&name, Measurement::Adamw),
+        programs.run_python("AdamW step in PyTorch, fused", options, &arguments),
+    ]
 }
 
 /// A training step, ours and PyTorch's, of the same model on the same data.
@@ -137,7 +158,8 @@ fn training(programs: &Programs, options: &Options) -> Vec<report::Row> {
 fn several_gpus(programs: &Programs, num_gpus: usize, report: &mut Report) {
     #[cfg(feature = "nccl")]
     {
-        report.add(bandwidth::measure(num_gpus));
+        let name = format!("all_reduce over NCCL, {num_gpus} GPUs");
+        report.add(programs.measure(&name, Measurement::AllReduce));
         let n = num_gpus.min(8);
         for strategy in ["ddp", "zero1", "zero2"] {
             let name = format!("{strategy} over NCCL, {n} processes with a GPU each");

@@ -1,4 +1,4 @@
-//! One AdamW step on one parameter in the GPU's memory, beside PyTorch's fused one.
+//! An AdamW step on one parameter in the GPU's memory, to hold beside PyTorch's fused one.
 
 use std::time::Instant;
 
@@ -6,37 +6,17 @@ use candle_core::{DType, Device};
 use dp_core::{AdamW, Devices, DistributedDataParallel, ParamStore, Rank, Trainer, World};
 use dp_examples::statistics::median;
 
-use crate::Options;
-use crate::programs::Programs;
-use crate::report::{Report, Row};
-
-const ELEMENTS: usize = 50_000_000;
+pub const ELEMENTS: usize = 50_000_000;
 const STEPS: usize = 30;
 const WARMUP: usize = 10;
 
-pub fn compare(programs: &Programs, options: &Options, report: &mut Report) {
-    let name = format!("AdamW step, {ELEMENTS} elements of f32");
-    let start = Instant::now();
-    report.add(match measure() {
-        Ok(seconds) => {
-            // Reads weight, gradient and two moments, writes three of them.
-            let bandwidth = (7 * 4 * ELEMENTS) as f64 / seconds / 1e9;
-            let detail = format!("step_ms {:.4}, {bandwidth:.0} GB/s", seconds * 1e3);
-            Row::ok(&name, start.elapsed(), detail)
-        }
-        Err(e) => Row::failed(&name, format!("{e:#}")),
-    });
-    let elements = ELEMENTS.to_string();
-    let name = "AdamW step in PyTorch, fused";
-    let arguments = ["adamw_step.py", "--elements", &elements];
-    report.add(programs.run_python(name, options, &arguments));
-}
-
-/// The median time of a step in seconds, from a device without work to a device without work.
-fn measure() -> anyhow::Result<f64> {
+/// The median time of a step, from a device without work to a device without work.
+pub fn measure() -> anyhow::Result<String> {
     let world = World::threads(1)?.with_devices(Devices::Cuda(vec![0]));
-    let times = world.map(|rank| measure_rank(&rank))?;
-    Ok(times[0])
+    let seconds = world.map(|rank| measure_rank(&rank))?[0];
+    // Reads weight, gradient and two moments, writes three of them.
+    let bandwidth = (7 * 4 * ELEMENTS) as f64 / seconds / 1e9;
+    Ok(format!("step_ms {:.4}, {bandwidth:.0} GB/s", seconds * 1e3))
 }
 
 fn measure_rank(rank: &Rank) -> anyhow::Result<f64> {

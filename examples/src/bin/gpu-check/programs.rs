@@ -9,34 +9,37 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 
 use crate::Options;
+use crate::measurement::Measurement;
 use crate::report::Row;
-
-/// The longest that one program may take.
-const LONGEST: Duration = Duration::from_secs(90);
 
 /// Where they are, and until when they may run.
 pub struct Programs {
     folder: PathBuf,
     logs: PathBuf,
     deadline: Instant,
+    /// The longest that one may take.
+    longest: Duration,
 }
 
 impl Programs {
-    pub fn new(folder: Option<PathBuf>, logs: &Path, deadline: Instant) -> anyhow::Result<Self> {
-        let folder = match folder {
-            Some(folder) => folder,
+    /// The budget of time begins now.
+    pub fn new(options: &Options) -> anyhow::Result<Self> {
+        let folder = match &options.programs {
+            Some(folder) => folder.clone(),
             None => {
-                let own = std::env::current_exe().context("where is this program?")?;
+                let own = this_program()?;
                 own.parent()
                     .context("a program lies in a folder")?
                     .to_path_buf()
             }
         };
-        std::fs::create_dir_all(logs).with_context(|| logs.display().to_string())?;
+        let logs = options.out.clone();
+        std::fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
         Ok(Self {
             folder,
-            logs: logs.to_path_buf(),
-            deadline,
+            logs,
+            deadline: Instant::now() + Duration::from_secs(options.budget),
+            longest: Duration::from_secs(options.longest),
         })
     }
 
@@ -64,6 +67,18 @@ impl Programs {
         let mut command = Command::new(path);
         command.args(arguments);
         self.finish(name, vec![command])
+    }
+
+    /// Runs this program once more, to measure something, and shows all that it prints.
+    pub fn measure(&self, name: &str, measurement: Measurement) -> Row {
+        let mut command = match this_program() {
+            Ok(path) => Command::new(path),
+            Err(e) => return Row::failed(name, format!("{e:#}")),
+        };
+        command.args(measurement.arguments());
+        let row = self.finish(name, vec![command]);
+        print!("{}", self.printed(name));
+        row
     }
 
     /// Runs a script of the folder, if Python has torch with CUDA.
@@ -108,18 +123,18 @@ impl Programs {
         if rest < Duration::from_secs(5) {
             return Row::skipped(name, "no time is left; see --budget");
         }
-        let log = self.logs.join(format!("{}.log", file_name(name)));
+        let log = self.log(name);
         let mut running = match start_all(commands, &log) {
             Ok(running) => running,
             Err(e) => return Row::failed(name, format!("cannot start: {e}")),
         };
-        let outcome = wait_for_all(&mut running, start + rest.min(LONGEST));
+        let outcome = wait_for_all(&mut running, start + rest.min(self.longest));
         for child in &mut running {
             // Those that are still there; the others are gone already.
             let _ = child.kill();
             let _ = child.wait();
         }
-        let text = std::fs::read_to_string(&log).unwrap_or_default();
+        let text = self.printed(name);
         let last = text.lines().rev().find(|l| !l.trim().is_empty());
         let last = last.unwrap_or("no output").trim().to_string();
         match outcome {
@@ -130,6 +145,18 @@ impl Programs {
             },
         }
     }
+
+    fn log(&self, name: &str) -> PathBuf {
+        self.logs.join(format!("{}.log", file_name(name)))
+    }
+
+    fn printed(&self, name: &str) -> String {
+        std::fs::read_to_string(self.log(name)).unwrap_or_default()
+    }
+}
+
+fn this_program() -> anyhow::Result<PathBuf> {
+    std::env::current_exe().context("where is this program?")
 }
 
 fn start_all(commands: Vec<Command>, log: &Path) -> io::Result<Vec<Child>> {

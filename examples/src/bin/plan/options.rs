@@ -76,7 +76,7 @@ pub struct Options {
     /// The optimizer
     #[arg(long, default_value = "adamw")]
     optimizer: OptimizerName,
-    /// Size of the gradient buckets; without it, the trainers' default: 25 MiB, the first one 1 MiB
+    /// Size of the gradient buckets; without it, the trainers' default: 25 MiB, or an eighth of all gradients if that is less (but 1 MiB at least); the first one 1 MiB
     #[arg(long, value_parser = positive)]
     bucket_kib: Option<usize>,
     /// Memory of a card, e.g. 80GiB, 24GB or 512MiB: which is the smallest stage that fits?
