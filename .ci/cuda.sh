@@ -38,7 +38,7 @@ fi
 
 step "tests with the features cuda and nccl, on the simulator"
 # The second time each piece of work on a stream begins late; with those tests alone, since that takes its time.
-cargo test --workspace --features cuda,nccl --lib --test cuda
+cargo test --workspace --features cuda,nccl --lib --bin gpu-check --test cuda
 CUDA_SIMULATOR_DELAY_US=100 cargo test --workspace --features cuda,nccl --test cuda -- collectives training repeated
 
 .ci/nccl.sh

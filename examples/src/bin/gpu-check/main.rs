@@ -12,6 +12,7 @@
 
 #[cfg(feature = "nccl")]
 mod bandwidth;
+mod findings;
 mod measurement;
 mod optimizer;
 mod programs;
@@ -103,15 +104,16 @@ fn check(options: &Options, num_gpus: usize) -> anyhow::Result<bool> {
     }
     for ranks in ["2", "4"] {
         let out = options.out.join(format!("memory-per-card-{ranks}"));
-        let out = out.to_string_lossy();
-        let arguments = ["--device", "cuda", "--ranks", ranks, "--out", &out];
+        let folder = out.to_string_lossy();
+        let arguments = ["--device", "cuda", "--ranks", ranks, "--out", &folder];
         let name = format!("memory per card, {ranks} ranks on one GPU");
-        report.add(programs.run(&name, "memory-per-card", &arguments));
+        let row = programs.run(&name, "memory-per-card", &arguments);
+        report.add(row.saying(|_| findings::memory_per_card(&out.join("report.json"))));
     }
     report.add_all(optimizer(&programs, options));
     report.add_all(training(&programs, options));
     if num_gpus > 1 {
-        several_gpus(&programs, num_gpus, &mut report);
+        several_gpus(&programs, options, num_gpus, &mut report);
     } else {
         report.skip("NCCL between GPUs", "there is one GPU");
     }
@@ -129,33 +131,37 @@ fn optimizer(programs: &Programs, options: &Options) -> Vec<report::Row> {
     let arguments = ["adamw_step.py", "--elements", &elements];
     vec![
         programs.measure(&name, Measurement::Adamw),
-        programs.run_python("AdamW step in PyTorch, fused", options, &arguments),
+        programs
+            .run_python("AdamW step in PyTorch, fused", options, &arguments)
+            .saying(findings::pytorch),
     ]
 }
 
 /// A training step, ours and PyTorch's, of the same model on the same data.
 fn training(programs: &Programs, options: &Options) -> Vec<report::Row> {
     let shape = ["--steps", "30", "--warmup", "10"];
-    let (ours, text) = (
+    let (json, text) = (
         options.out.join("bench-train.json"),
         options.out.join("text"),
     );
-    let (ours, text) = (ours.to_string_lossy(), text.to_string_lossy());
+    let (ours, text) = (json.to_string_lossy(), text.to_string_lossy());
     if let Err(e) = std::fs::write(&*text, lipsum::LIBER_PRIMUS) {
         return vec![report::Row::failed("training", format!("{text}: {e}"))];
     }
     let mut arguments = vec!["--device", "cuda", "--ranks", "1", "--data", &text];
     arguments.extend(["--strategies", "ddp", "--json", &ours]);
     arguments.extend(shape);
-    let mut rows = vec![programs.run("training step, 1 rank", "bench-train", &arguments)];
+    let ours = programs.run("training step, 1 rank", "bench-train", &arguments);
+    let mut rows = vec![ours.saying(|_| findings::bench_train(&json))];
     let mut arguments = vec!["gpt_train.py", "--device", "cuda", "--data", &text];
     arguments.extend(shape);
-    rows.push(programs.run_python("training step in PyTorch", options, &arguments));
+    let theirs = programs.run_python("training step in PyTorch", options, &arguments);
+    rows.push(theirs.saying(findings::pytorch));
     rows
 }
 
 /// Ranks with a GPU each.
-fn several_gpus(programs: &Programs, num_gpus: usize, report: &mut Report) {
+fn several_gpus(programs: &Programs, options: &Options, num_gpus: usize, report: &mut Report) {
     #[cfg(feature = "nccl")]
     {
         let name = format!("all_reduce over NCCL, {num_gpus} GPUs");
@@ -163,17 +169,16 @@ fn several_gpus(programs: &Programs, num_gpus: usize, report: &mut Report) {
         let n = num_gpus.min(8);
         for strategy in ["ddp", "zero1", "zero2"] {
             let name = format!("{strategy} over NCCL, {n} processes with a GPU each");
-            report.add(programs.run_ranks(
-                &name,
-                n,
-                "memory-per-card",
-                &["--strategies", strategy],
-            ));
+            let out = options.out.join(format!("nccl-{strategy}"));
+            let folder = out.to_string_lossy();
+            let arguments = ["--strategies", strategy, "--out", &folder];
+            let row = programs.run_ranks(&name, n, "memory-per-card", &arguments);
+            report.add(row.saying(|_| findings::memory_per_card(&out.join("report.json"))));
         }
     }
     #[cfg(not(feature = "nccl"))]
     {
-        let _ = (programs, num_gpus);
+        let _ = (programs, options, num_gpus);
         report.skip("NCCL between GPUs", "this build has no feature `nccl`");
     }
 }

@@ -47,6 +47,16 @@ impl Row {
             ..Self::ok(name, Duration::ZERO, why)
         }
     }
+
+    /// With what `finding` makes of the program's last line, if it has ended well.
+    pub fn saying(mut self, finding: impl FnOnce(&str) -> Option<String>) -> Self {
+        if self.outcome == Outcome::Ok
+            && let Some(detail) = finding(&self.detail)
+        {
+            self.detail = detail;
+        }
+        self
+    }
 }
 
 #[derive(Debug, Default)]
