@@ -10,7 +10,7 @@ use anyhow::Context;
 
 use crate::Options;
 use crate::measurement::Measurement;
-use crate::report::Row;
+use crate::report::{Outcome, Row};
 
 /// Where they are, and until when they may run.
 pub struct Programs {
@@ -45,16 +45,14 @@ impl Programs {
 
     /// The GPUs and their driver, in the words of nvidia-smi.
     pub fn machine(&self) -> String {
+        let name = "nvidia-smi";
+        let mut command = Command::new(name);
         let query = "--query-gpu=index,name,memory.total,driver_version";
-        let output = Command::new("nvidia-smi")
-            .args([query, "--format=csv,noheader"])
-            .output();
-        match output {
-            Ok(output) if output.status.success() => {
-                String::from_utf8_lossy(&output.stdout).trim().to_string()
-            }
-            Ok(output) => format!("nvidia-smi: {}", output.status),
-            Err(e) => format!("nvidia-smi: {e}"),
+        command.args([query, "--format=csv,noheader"]);
+        let row = self.finish(name, vec![command]);
+        match row.outcome {
+            Outcome::Ok => self.printed(name).trim().to_string(),
+            _ => format!("{name}: {}", row.detail),
         }
     }
 
@@ -84,12 +82,16 @@ impl Programs {
     /// Runs a script of the folder, if Python has torch with CUDA.
     pub fn run_python(&self, name: &str, options: &Options, arguments: &[&str]) -> Row {
         let probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)";
-        let has_torch = Command::new(&options.python)
-            .args(["-c", probe])
-            .stderr(Stdio::null())
-            .status();
-        if !has_torch.is_ok_and(|status| status.success()) {
-            return Row::skipped(name, format!("{} has no torch with CUDA", options.python));
+        let mut command = Command::new(&options.python);
+        command.args(["-c", probe]);
+        let row = self.finish("torch with CUDA", vec![command]);
+        match row.outcome {
+            Outcome::Ok => {}
+            Outcome::Skipped => return Row::skipped(name, row.detail),
+            Outcome::Failed => {
+                let why = format!("{} has no torch with CUDA: {}", options.python, row.detail);
+                return Row::skipped(name, why);
+            }
         }
         let mut command = Command::new(&options.python);
         command
